@@ -1,0 +1,99 @@
+// sf/ops.hpp: fused operations that the host offers to plugins as the service "sf.ops/1".
+//
+// Each is differentiable (an autograd function), accumulates in float32 and rounds once per output. The same call runs on the CPU (a
+// short composition of ATen calls, the twin that tests compare with) and on the GPU. Shapes are checked at entry; a wrong one is
+// an internal error that names both. Nothing here is random and nothing keeps state, so calling twice gives the same bits.
+//
+// Shapes: b batch · s context tokens · w block slots · j tokens of a block · q = w*j draft rows · n query heads · m key/value heads ·
+//         e head size · h hidden · v vocabulary · r rows · k candidates · t taps · g channel groups
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+namespace sf {
+
+struct BlockAttention {
+  at::Tensor query_bqne;             // rope applied; q = w * block_size, blocks in slot order
+  at::Tensor context_key_bsme;       // rope applied
+  at::Tensor context_value_bsme;
+  at::Tensor block_key_bqme;         // rope applied
+  at::Tensor block_value_bqme;
+  at::Tensor anchors_bw;             // int64, position of each block's first token in its row of the context
+  at::Tensor keep_bw;                // bool, false for a dead block
+  int64_t block_size = 0;
+  int64_t window_tokens = 0;         // 0: full attention; w: a row at position p sees keys at positions >= p - (w - 1)
+  bool causal = false;               // true: a row sees its own block only up to itself
+  double scale = 0.0;                // of the scores, usually 1 / sqrt(e)
+};
+
+/// What the head says about a chunk of rows. The tensors marked "leaf" carry gradient inside the callback of head_objective.
+struct HeadRows {
+  int64_t row_begin = 0, row_end = 0;  // which rows of the call these are
+  at::Tensor hidden_rh;                // leaf, the input rows
+  at::Tensor nll_r;                    // leaf, float32: -log softmax(logits)[label]
+  at::Tensor top_values_rk;            // leaf, float32: the largest logits, descending; undefined when top_k = 0
+  at::Tensor top_ids_rk;               // int64, their tokens
+  at::Tensor argmax_r;                 // int64, lowest token among equals
+  at::Tensor log_sum_exp_r;            // float32
+};
+
+struct HeadObjective {
+  at::Tensor hidden_rh;                // rows of the draft's output, any float type
+  at::Tensor head_vh;                  // frozen output projection, same type; gets no gradient
+  at::Tensor labels_r;                 // int64
+  at::Tensor must_include_r;           // int64 or undefined: tokens that have to be among the candidates; one that is not in the top k
+                                       // takes the place of the last candidate, with its own logit
+  int64_t top_k = 0;                   // 0: no candidates
+  double logit_multiplier = 1.0;       // logits are multiplied by it in float32 ...
+  double softcap = 0.0;                // ... then c * tanh(logits / c) when c > 0
+  int64_t chunk_rows = 2048;           // rows at a time; memory is chunk_rows x v; a multiple of what the callback pools over
+  std::vector<at::Tensor> parameters;  // other leaves that the callback's result depends on and that want gradient
+};
+
+/// Turns a chunk into the sum of its loss contributions, float32, seed included: a scalar. Called once per chunk, in row order.
+using RowLoss = std::function<at::Tensor(const HeadRows&)>;
+
+class Ops {
+ public:
+  /// weight_h * x / sqrt(mean(x^2) + eps) over the last axis. x [..., h].
+  virtual at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_h, double eps) = 0;
+
+  /// {sum, rms_norm(sum)} with sum = x + residual, rounded once.
+  virtual std::vector<at::Tensor> residual_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h,
+                                                    double eps) = 0;
+
+  /// RMS norm over each head (skipped when weight_e is undefined), then rotation of pairs (i, i + e'/2) for i < e'/2, e' = 2 * cos.size(-1)
+  /// (the rest of the head passes). x [b, q, heads, e]; cos, sin float32 [b or 1, q, e'/2].
+  virtual at::Tensor head_norm_rope(const at::Tensor& x_bqne, const at::Tensor& weight_e, const at::Tensor& cos_bqf,
+                                    const at::Tensor& sin_bqf, double eps) = 0;
+
+  /// silu(gate) * up.
+  virtual at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) = 0;
+
+  /// Input-dependent depthwise convolution inside each block of `block_size` rows (spec: DFlash2 7.1):
+  /// y[i, c] = sum over t <= i of (base[t, c] + delta[i, t, group(c)]) * x[i - t, c], i the row's index in its block.
+  /// x [b, q, h], delta [b, q, t, g], base [t, h] -> [b, q, h]. Channels of a group are neighbours: group(c) = c / (h / g).
+  virtual at::Tensor grouped_convolution(const at::Tensor& x_bqh, const at::Tensor& delta_bqtg, const at::Tensor& base_th,
+                                         int64_t block_size) = 0;
+
+  /// Block attention of DFlash: each row sees the context strictly before its block's anchor and its own block. No mask is
+  /// materialised beyond a chunk. Rows of dead blocks are exactly zero and send no gradient. Returns [b, q, n, e].
+  virtual at::Tensor block_attention(const BlockAttention&) = 0;
+
+  /// Loss over a frozen head in row chunks: logits, log-sum-exp, arg-max and top k in one pass, then the gradient in the same
+  /// pass (4 FLOP per weight and row; nothing of size rows x v outlives the chunk). While gradients are recorded the callback's result is
+  /// differentiated at once: its gradient is taken to be 1, as Runner::add_loss promises. Returns the sum over chunks, a scalar float32.
+  virtual at::Tensor head_objective(const HeadObjective&, const RowLoss&) = 0;
+
+  /// table_vx[ids] whose gradient sorts by id and adds segment by segment: the same bits every run.
+  virtual at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) = 0;
+
+ protected:
+  ~Ops() = default;  // owned by the host
+};
+
+}  // namespace sf
