@@ -1,0 +1,80 @@
+// core/train/engine.hpp: what sf-host asks of libsf_engine.so. sf-host resolves the plan and opens the plugins; the engine does what needs tensors.
+// No LibTorch here. Methods throw sf::Error (or std::exception); sf-host turns that into a message and an exit code.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/base/log.hpp"
+#include "sf/json.hpp"
+#include "sf/plugin.h"
+
+namespace sf {
+
+struct Plan;
+
+/// A plugin that has been created; `instance` lives until sf-host destroys it after the verb.
+struct LoadedPlugin {
+  std::string name, version, sha256;
+  uint32_t kind = 0;                 // SF_KIND_*
+  const sf_plugin* entry = nullptr;
+  sf_instance* instance = nullptr;
+};
+
+struct EngineContext {
+  const Plan* plan = nullptr;
+  std::vector<LoadedPlugin> plugins;
+  LogFunction log;                             // level, text
+  std::function<bool()> stop_requested;        // true after SIGINT or SIGTERM
+};
+
+struct TrainArguments {
+  std::string resume;       // "", "auto" (newest complete checkpoint, or a fresh start) or a checkpoint folder
+  std::string init_from;    // weights only
+};
+
+struct CaptureArguments {
+  std::string split = "all";   // "train": data.train_data_path -> data.hidden_states_path, "eval": the eval pair, "all": what the recipe names
+};
+
+struct EvalArguments {
+  std::string checkpoint = "auto";   // "auto": newest complete one; "best"; "untrained"; or a folder
+  std::string features;              // empty: data.eval_hidden_states_path
+};
+
+struct ExportArguments {
+  std::string checkpoint = "best";   // "best" (newest when there is none), "auto" (newest) or a folder
+  std::string output;                // folder to make
+};
+
+/// One line of the plan's size table.
+struct SizeLine {
+  std::string name;     // "weights", "optimizer", "gradient buffers", "activations (estimate)" ...
+  int64_t bytes = 0;
+  std::string detail;   // "10.2 M parameters, bfloat16"
+};
+
+class Engine {
+ public:
+  /// A service for plugins ("sf.ops/1"), null when unknown.
+  virtual const void* service(std::string_view id) = 0;
+  /// Sizes from the algorithm's parameter list; needs a created algorithm, no device and no weights.
+  virtual std::vector<SizeLine> sizes(const EngineContext&) = 0;
+  /// Each verb returns a summary for --json; readable lines go to the log. A stop request ends train and capture after the current window or
+  /// batch with everything saved and "interrupted": true in the summary.
+  virtual Json train(const EngineContext&, const TrainArguments&) = 0;
+  virtual Json capture(const EngineContext&, const CaptureArguments&) = 0;
+  virtual Json evaluate(const EngineContext&, const EvalArguments&) = 0;
+  virtual Json export_draft(const EngineContext&, const ExportArguments&) = 0;
+
+ protected:
+  ~Engine() = default;
+};
+
+}  // namespace sf
+
+/// The one symbol that libsf_engine.so exports; the engine lives as long as the process.
+extern "C" sf::Engine* sf_engine_v1();
