@@ -1,0 +1,43 @@
+// sf/error.hpp: how a failure of the world (disk, device, bad file) travels. Thrown by host and plugins alike.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace sf {
+
+/// What a process ends with, and so what kind of failure an Error is. On the command line: never reuse a number.
+enum class ExitCode : int {
+  kOk = 0,
+  kInternal = 1,       // a mistake in this program or in a plugin
+  kUsage = 2,          // recipe or command line
+  kPlugin = 3,         // a plugin was refused
+  kData = 4,           // target, features or conversations
+  kDevice = 5,         // device or memory
+  kCommunication = 6,  // between ranks
+  kCheckpoint = 7,     // saving or resuming
+  kInterrupted = 130   // asked to stop; the window is finished and a checkpoint is saved
+};
+
+/// what(): one sentence, what was found and what was expected. hint(): what to do about it, may be empty.
+/// Default visibility and inline members: one type for the process, so that a catch works across libraries.
+class __attribute__((visibility("default"))) Error : public std::runtime_error {
+ public:
+  Error(ExitCode code, const std::string& what, std::string hint = "")
+      : std::runtime_error(what), code_(code), hint_(std::move(hint)) {}
+
+  [[nodiscard]] ExitCode code() const noexcept { return code_; }
+  [[nodiscard]] const std::string& hint() const noexcept { return hint_; }
+
+  /// The same error with what a caller was doing put before it: "saving step 4000: no space left on device".
+  [[nodiscard]] Error within(const std::string& context) const {
+    return Error(code_, context + ": " + what(), hint_);
+  }
+
+ private:
+  ExitCode code_;
+  std::string hint_;
+};
+
+}  // namespace sf
