@@ -22,8 +22,8 @@ void add_weight_gradient(GradientSink& sink, const at::Tensor& grad_ro, const at
 }
 
 struct Linear : torch::autograd::Function<Linear> {
-  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight_oi, const at::Tensor& bias_o,
-                            int64_t weight_sink, int64_t bias_sink) {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight_oi,
+                            const std::optional<at::Tensor>& bias_o, int64_t weight_sink, int64_t bias_sink) {
     context->save_for_backward({x, weight_oi});
     context->saved_data["weight_sink"] = weight_sink;
     context->saved_data["bias_sink"] = bias_sink;
@@ -58,7 +58,8 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_oi, const at::Te
                   GradientSink* bias_sink) {
   SF_CHECK(x.dim() >= 1 && weight_oi.dim() == 2 && x.size(-1) == weight_oi.size(1),
            "linear: x has {} columns, the weight takes {}", x.dim() ? x.size(-1) : 0, weight_oi.size(-1));
-  return Linear::apply(x, weight_oi, bias_o, reinterpret_cast<int64_t>(weight_sink), reinterpret_cast<int64_t>(bias_sink));
+  const std::optional<at::Tensor> bias = bias_o.defined() ? std::optional(bias_o) : std::nullopt;
+  return Linear::apply(x, weight_oi, bias, reinterpret_cast<int64_t>(weight_sink), reinterpret_cast<int64_t>(bias_sink));
 }
 
 }  // namespace sf

@@ -27,6 +27,8 @@ bool matches(const std::string& pattern, const std::string& name) {
     throw;
   } catch (const Error& error) {
     throw error.within(where);
+  } catch (const c10::Error& error) {
+    throw Error(ExitCode::kInternal, where + ": " + error.what_without_backtrace());
   } catch (const std::exception& error) {
     throw Error(ExitCode::kInternal, where + ": " + error.what());
   }
