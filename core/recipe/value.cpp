@@ -27,6 +27,21 @@ std::string real_text(double value) {
   return text.find_first_of(".en") == std::string::npos ? text + ".0" : text;
 }
 
+struct TomlWriter {
+  std::string operator()(bool v) const { return v ? "true" : "false"; }
+  std::string operator()(std::int64_t v) const { return std::to_string(v); }
+  std::string operator()(double v) const { return real_text(v); }
+  std::string operator()(const std::string& v) const { return toml_quoted(v); }
+  template <class T>
+  std::string operator()(const std::vector<T>& list) const {
+    std::string out = "[";
+    for (const T& item : list) {
+      out += (out.size() > 1 ? ", " : "") + (*this)(item);
+    }
+    return out + "]";
+  }
+};
+
 }  // namespace
 
 const char* type_name(Type type) {
@@ -70,21 +85,7 @@ std::string toml_quoted(std::string_view text) {
 }
 
 std::string toml_text(const Value& value) {
-  struct Writer {
-    std::string operator()(bool v) const { return v ? "true" : "false"; }
-    std::string operator()(std::int64_t v) const { return std::to_string(v); }
-    std::string operator()(double v) const { return real_text(v); }
-    std::string operator()(const std::string& v) const { return toml_quoted(v); }
-    template <class T>
-    std::string operator()(const std::vector<T>& list) const {
-      std::string out = "[";
-      for (const T& item : list) {
-        out += (out.size() > 1 ? ", " : "") + (*this)(item);
-      }
-      return out + "]";
-    }
-  };
-  return std::visit(Writer{}, value);
+  return std::visit(TomlWriter{}, value);
 }
 
 std::string display_text(const Value& value, Type type) {
