@@ -1,0 +1,85 @@
+#include "core/train/optimizer.hpp"
+
+#include <ATen/ATen.h>
+
+#include "core/base/error.hpp"
+
+namespace sf {
+
+AdamW::AdamW(std::vector<Shard>& shards, AdamWOptions options) : shards_(shards), options_(options) {
+  for (size_t i = 0; i < shards_.size(); ++i) {
+    if (!shards_[i].trainable) {
+      continue;
+    }
+    const at::Tensor& local = shards_[i].local;
+    ShardState state;
+    state.shard = i;
+    state.master = local.scalar_type() == at::kFloat ? local : local.to(at::kFloat);
+    state.exp_avg = at::zeros_like(state.master);
+    state.exp_avg_sq = at::zeros_like(state.master);
+    state.steps = at::zeros({}, state.master.options());
+    states_.push_back(std::move(state));
+  }
+}
+
+void AdamW::reload_masters() {
+  for (ShardState& state : states_) {
+    const at::Tensor& local = shards_[state.shard].local;
+    if (!state.master.is_same(local)) {
+      state.master.copy_(local);
+    }
+  }
+}
+
+at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator,
+                       double learning_rate) {
+  SF_CHECK(gradients.size() == shards_.size(), "{} gradients for {} shards", gradients.size(), shards_.size());
+  at::NoGradGuard no_grad;
+  const at::Tensor ok = at::isfinite(norm).logical_and(at::isfinite(denominator)).logical_and(denominator > 0);
+  const at::Tensor skip = ok.logical_not().to(at::kFloat);
+  // The fused kernel divides gradients by a scale: 1 / clip. Never below 1, so a bad norm can't make it overflow before it is skipped.
+  const at::Tensor scale = at::nan_to_num(((norm + 1e-6) / options_.max_grad_norm).clamp_min(1.0), 1.0, 1.0);
+
+  std::vector<at::Tensor> masters, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
+  std::vector<const ShardState*> updated;
+  for (const ShardState& state : states_) {
+    const at::Tensor& gradient = gradients[state.shard];
+    if (!gradient.defined()) {
+      continue;
+    }
+    masters.push_back(state.master);
+    grads.push_back(gradient.scalar_type() == at::kFloat ? gradient : gradient.to(at::kFloat));
+    exp_avgs.push_back(state.exp_avg);
+    exp_avg_sqs.push_back(state.exp_avg_sq);
+    steps.push_back(state.steps);
+    updated.push_back(&state);
+  }
+  if (masters.empty()) {
+    return ok;
+  }
+  const at::Tensor done = 1.0 - skip;
+  for (const at::Tensor& count : steps) {
+    count.add_(done);
+  }
+  at::_fused_adamw_(masters, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, learning_rate, options_.beta1, options_.beta2,
+                    options_.weight_decay, options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/scale,
+                    /*found_inf=*/skip);
+  for (const ShardState* state : updated) {
+    at::Tensor& local = shards_[state->shard].local;
+    if (!state->master.is_same(local)) {
+      local.copy_(state->master);
+    }
+  }
+  return ok;
+}
+
+int64_t AdamW::bytes() const {
+  int64_t bytes = 0;
+  for (const ShardState& state : states_) {
+    const bool owns_master = !state.master.is_same(shards_[state.shard].local);
+    bytes += static_cast<int64_t>(state.exp_avg.nbytes() + state.exp_avg_sq.nbytes() + (owns_master ? state.master.nbytes() : 0));
+  }
+  return bytes;
+}
+
+}  // namespace sf

@@ -1,0 +1,484 @@
+#include "core/train/tape.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "core/base/error.hpp"
+#include "sf/error.hpp"
+
+namespace sf {
+namespace {
+
+constexpr int64_t kUnknownUses = std::numeric_limits<int64_t>::max();  // first micro-step: nothing is given back early
+
+bool matches(const std::string& pattern, const std::string& name) {
+  if (!pattern.empty() && pattern.back() == '*') {
+    return name.compare(0, pattern.size() - 1, pattern, 0, pattern.size() - 1) == 0;
+  }
+  return pattern == name;
+}
+
+// Inside a catch: the same failure with where it happened put before it.
+[[noreturn]] void rethrow_within(const std::string& where) {
+  try {
+    throw;
+  } catch (const Error& error) {
+    throw error.within(where);
+  } catch (const c10::Error& error) {
+    throw Error(ExitCode::kInternal, where + ": " + error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    throw Error(ExitCode::kInternal, where + ": " + error.what());
+  }
+}
+
+bool is_differentiable(const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); }
+
+}  // namespace
+
+struct TapeRunner::UnitState {
+  Unit* unit = nullptr;
+  const UnitSpec* spec = nullptr;
+  int64_t index = 0;
+  bool recompute = false;
+  std::map<std::string, int64_t, std::less<>> by_name;
+  std::vector<at::Tensor> leaves;        // whole parameters; trainable ones require grad
+  std::vector<GradientSink> sinks;       // buffer undefined for frozen ones
+};
+
+// What a unit sees while its forward runs.
+class TapeRunner::Context final : public UnitContext {
+ public:
+  Context(UnitState& unit, Ops& ops, Phase phase) : unit_(unit), ops_(ops), phase_(phase) {}
+
+  const at::Tensor& parameter(std::string_view name) override { return unit_.leaves[place(name)]; }
+
+  at::Tensor linear(std::string_view name, const at::Tensor& x) override {
+    const std::string base(name);
+    const int64_t weight = place(base + ".weight");
+    const auto bias = unit_.by_name.find(base + ".bias");
+    if (bias == unit_.by_name.end()) {
+      return sf::linear(x, unit_.leaves[weight], at::Tensor(), sink(weight), nullptr);
+    }
+    return sf::linear(x, unit_.leaves[weight], unit_.leaves[bias->second], sink(weight), sink(bias->second));
+  }
+
+  bool has(std::string_view name) const override { return unit_.by_name.find(name) != unit_.by_name.end(); }
+  Ops& ops() override { return ops_; }
+  Phase phase() const override { return phase_; }
+
+ private:
+  int64_t place(std::string_view name) const {
+    const auto found = unit_.by_name.find(name);
+    SF_CHECK(found != unit_.by_name.end(), "unit '{}' asks for parameter '{}', which describe() does not list", unit_.spec->name,
+             std::string(name));
+    return found->second;
+  }
+  GradientSink* sink(int64_t index) { return unit_.sinks[index].buffer.defined() ? &unit_.sinks[index] : nullptr; }
+
+  UnitState& unit_;
+  Ops& ops_;
+  Phase phase_;
+};
+
+TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& specs, Sharding& sharding, Ops& ops,
+                       Placement placement, Options options)
+    : sharding_(sharding), ops_(ops), placement_(placement), options_(std::move(options)) {
+  SF_CHECK(units.size() == specs.size(), "{} units for {} descriptions", units.size(), specs.size());
+  const auto on_device = at::TensorOptions().device(placement_.device);
+  for (size_t i = 0; i < specs.size(); ++i) {
+    auto state = std::make_unique<UnitState>();
+    state->unit = units[i];
+    state->spec = &specs[i];
+    state->index = static_cast<int64_t>(i);
+    state->recompute = std::any_of(options_.recompute.begin(), options_.recompute.end(),
+                                   [&](const std::string& pattern) { return matches(pattern, specs[i].name); });
+    for (size_t p = 0; p < specs[i].parameters.size(); ++p) {
+      const ParameterSpec& parameter = specs[i].parameters[p];
+      state->by_name.emplace(parameter.name, static_cast<int64_t>(p));
+      GradientSink sink;
+      if (parameter.trainable) {
+        sink.buffer = at::zeros(parameter.shape, on_device.dtype(options_.gradient_dtype));
+      }
+      state->sinks.push_back(std::move(sink));
+    }
+    units_.push_back(std::move(state));
+  }
+  used_.assign(units_.size(), 0);
+  seed_ = at::ones({}, on_device.dtype(at::kFloat));
+  loss_sum_ = at::zeros({}, on_device.dtype(at::kFloat));
+}
+
+TapeRunner::~TapeRunner() = default;
+
+void TapeRunner::begin_window(const at::Tensor& seed, const StepInfo& step) {
+  SF_CHECK(tape_.empty(), "a window begins while a micro-step of the last one is open");
+  for (auto& unit : units_) {
+    for (GradientSink& sink : unit->sinks) {
+      if (sink.touched) {
+        sink.buffer.zero_();
+        sink.touched = false;
+      }
+    }
+  }
+  seed_ = seed.to(placement_.device, at::kFloat);
+  step_ = step;
+  phase_ = Phase::forward;
+  loss_sum_ = at::zeros({}, loss_sum_.options());
+  metrics_.clear();
+  sharding_.begin_window();
+}
+
+void TapeRunner::begin_micro_step() {
+  SF_CHECK(tape_.empty(), "a micro-step begins while another is open");
+  finish_evaluated();
+  places_.clear();
+  losses_.clear();
+  order_.clear();
+  std::fill(used_.begin(), used_.end(), 0);
+}
+
+void TapeRunner::begin_evaluation(const StepInfo& step) {
+  SF_CHECK(tape_.empty(), "an evaluation begins while a micro-step is open");
+  phase_ = Phase::evaluate;
+  step_ = step;
+  seed_ = at::ones({}, loss_sum_.options());
+  loss_sum_ = at::zeros({}, loss_sum_.options());
+  metrics_.clear();
+  order_.clear();
+}
+
+void TapeRunner::end_evaluation() {
+  finish_evaluated();
+  phase_ = Phase::forward;
+}
+
+// The evaluated batch before this one, if any, had the same units in the same order.
+void TapeRunner::finish_evaluated() {
+  if (phase_ == Phase::evaluate && !order_.empty()) {
+    check_order(order_evaluate_, "evaluation");
+    planned_evaluate_ = used_;
+    order_.clear();
+  }
+}
+
+int64_t TapeRunner::uses_left(const std::vector<int64_t>& planned, int64_t unit) const {
+  return planned.empty() ? kUnknownUses : std::max<int64_t>(1, planned[unit] - used_[unit]);
+}
+
+Value TapeRunner::constant(const at::Tensor& tensor) {
+  SF_CHECK(tensor.defined(), "a constant has no tensor");
+  if (tensor.requires_grad()) {
+    throw Error(ExitCode::kInternal, "a tensor that requires grad was given as a constant, so its gradient would be lost",
+                "pass the Value that the runner returned, or detach what really is constant");
+  }
+  auto node = std::make_shared<ValueNode>();
+  node->tensor = tensor;
+  return Value(std::move(node));
+}
+
+std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs) {
+  std::vector<int64_t> versions;
+  for (const at::Tensor& input : inputs) {
+    versions.push_back(static_cast<int64_t>(input._version()));
+  }
+  if (unit.leaves.empty()) {
+    for (size_t p = 0; p < unit.spec->parameters.size(); ++p) {
+      at::Tensor leaf = sharding_.whole(unit.index, static_cast<int64_t>(p)).detach();
+      unit.leaves.push_back(leaf.requires_grad_(unit.spec->parameters[p].trainable));
+    }
+  }
+  Context context(unit, ops_, phase_);
+  std::vector<at::Tensor> outputs = unit.unit->forward(context, inputs);
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    SF_CHECK(static_cast<int64_t>(inputs[i]._version()) == versions[i],
+             "unit '{}' (use {}) wrote to its input {}; inputs are shared with other units", unit.spec->name, use, i);
+  }
+  return outputs;
+}
+
+std::vector<Value> TapeRunner::run(int64_t index, const std::vector<Value>& inputs) {
+  SF_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), "there is no unit {}", index);
+  UnitState& unit = *units_[index];
+  const bool evaluating = phase_ == Phase::evaluate;
+  const int64_t use_number = used_[index];
+
+  Use use{.unit = index, .use = use_number, .inputs = {}, .outputs = {}, .graph_outputs = {}, .recompute = unit.recompute};
+  std::vector<at::Tensor> tensors;
+  for (const Value& input : inputs) {
+    SF_CHECK(static_cast<bool>(input), "unit '{}' got an empty value", unit.spec->name);
+    const auto& node = input.node();
+    if (node->place >= 0 && !evaluating) {
+      SF_CHECK(node->place < static_cast<int64_t>(places_.size()) && places_[node->place].node.lock() == node,
+               "unit '{}' got a value of another micro-step", unit.spec->name);
+    }
+    // A constant, or an output without gradient, must not have grown a graph since.
+    SF_CHECK(!node->tensor.requires_grad() || node->place >= 0, "unit '{}' got a constant that requires grad", unit.spec->name);
+    tensors.push_back(node->tensor);
+    use.inputs.push_back(node);
+  }
+
+  std::vector<Value> values;
+  try {
+    const int64_t left = uses_left(evaluating ? planned_evaluate_ : planned_forward_, index);
+    sharding_.before_use(index, phase_, left);
+    std::vector<at::Tensor> outputs;
+    {
+      at::AutoGradMode record(!evaluating && !unit.recompute);
+      outputs = forward(unit, use_number, tensors);
+    }
+    sharding_.after_use(index, phase_, left);
+    ++used_[index];
+    order_.push_back(index);
+
+    // Under recompute nothing is recorded yet; a floating output counts as differentiable when something it may depend on is.
+    const bool has_differentiable_source =
+        std::any_of(tensors.begin(), tensors.end(), is_differentiable) ||
+        std::any_of(unit.leaves.begin(), unit.leaves.end(), is_differentiable);
+    for (const at::Tensor& output : outputs) {
+      auto node = std::make_shared<ValueNode>();
+      const bool differentiable =
+          !evaluating && output.defined() &&
+          (unit.recompute ? has_differentiable_source && output.is_floating_point() : output.requires_grad());
+      node->tensor = output.defined() ? output.detach() : output;
+      if (differentiable) {
+        node->tensor.requires_grad_(true);
+        node->place = static_cast<int64_t>(places_.size());
+        places_.push_back({.node = node, .consumers = 0, .gradient = {}});
+      }
+      use.outputs.push_back(node);
+      values.emplace_back(node);
+    }
+    if (!evaluating) {
+      if (!unit.recompute) {
+        use.graph_outputs = std::move(outputs);
+      }
+      std::vector<int64_t> counted;
+      for (const auto& node : use.inputs) {
+        if (node->place >= 0 && std::find(counted.begin(), counted.end(), node->place) == counted.end()) {
+          ++places_[node->place].consumers;
+          counted.push_back(node->place);
+        }
+      }
+      tape_.push_back(std::move(use));
+    }
+  } catch (...) {
+    abandon();
+    rethrow_within("unit '" + unit.spec->name + "', use " + std::to_string(use_number) + (evaluating ? ", evaluating" : ", forward"));
+  }
+  return values;
+}
+
+void TapeRunner::add_loss(const Value& numerator) {
+  const at::Tensor& tensor = numerator.tensor();
+  SF_CHECK(tensor.dim() == 0 && tensor.scalar_type() == at::kFloat, "a loss is a scalar float32, found {} dimensions of type {}",
+           tensor.dim(), c10::toString(tensor.scalar_type()));
+  loss_sum_.add_(tensor.detach());
+  if (phase_ != Phase::evaluate && numerator.node()->place >= 0) {
+    losses_.push_back(numerator.node()->place);
+  }
+}
+
+void TapeRunner::add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) {
+  SF_CHECK(numerator.sizes() == denominator.sizes() && numerator.dim() <= 1, "metric '{}': numerator and denominator differ in shape",
+           std::string(name));
+  SF_CHECK(!numerator.requires_grad() && !denominator.requires_grad(), "metric '{}' carries a graph", std::string(name));
+  const auto [entry, is_new] = metrics_.try_emplace(std::string(name));
+  MetricSum& sum = entry->second;
+  const auto as_double = [&](const at::Tensor& tensor) { return tensor.to(loss_sum_.device(), at::kDouble); };
+  if (is_new) {
+    sum = {as_double(numerator).clone(), as_double(denominator).clone()};
+  } else {
+    SF_CHECK(sum.numerator.sizes() == numerator.sizes(), "metric '{}' changes its shape", std::string(name));
+    sum.numerator.add_(as_double(numerator));
+    sum.denominator.add_(as_double(denominator));
+  }
+}
+
+// Summed in tape order as autograd would; with more than two consumers in float32, rounded once when the producer takes it.
+void TapeRunner::add_gradient(const ValueNode& node, const at::Tensor& gradient) {
+  Place& place = places_[node.place];
+  const bool wide = place.consumers > 2 && gradient.scalar_type() != at::kDouble;
+  const at::Tensor term = wide ? gradient.to(at::kFloat) : gradient;
+  place.gradient = place.gradient.defined() ? at::add(place.gradient, term) : term;
+}
+
+void TapeRunner::backward_use(Use& use, int64_t left, bool boundary) {
+  UnitState& unit = *units_[use.unit];
+  sharding_.before_use(use.unit, Phase::backward, left);
+
+  std::vector<at::Tensor> output_gradients(use.outputs.size());
+  bool any = false;
+  for (size_t i = 0; i < use.outputs.size(); ++i) {
+    const auto& node = use.outputs[i];
+    if (node->place >= 0 && places_[node->place].gradient.defined()) {
+      output_gradients[i] = std::move(places_[node->place].gradient);
+      places_[node->place].gradient = at::Tensor();
+      any = true;
+    }
+  }
+  if (any) {
+    std::vector<at::Tensor> graph_outputs = std::move(use.graph_outputs);
+    if (use.recompute) {
+      std::vector<at::Tensor> tensors;
+      for (const auto& node : use.inputs) {
+        tensors.push_back(node->tensor);
+      }
+      at::AutoGradMode record(true);
+      graph_outputs = forward(unit, use.use, tensors);
+    }
+    std::vector<at::Tensor> outputs, gradients;
+    for (size_t i = 0; i < graph_outputs.size(); ++i) {
+      if (output_gradients[i].defined() && is_differentiable(graph_outputs[i])) {
+        outputs.push_back(graph_outputs[i]);
+        gradients.push_back(output_gradients[i].to(graph_outputs[i].scalar_type()));
+      }
+    }
+    graph_outputs.clear();
+
+    std::vector<at::Tensor> wanted;
+    std::vector<std::shared_ptr<ValueNode>> wanted_nodes;
+    for (const auto& node : use.inputs) {
+      if (node->place >= 0 && std::find(wanted_nodes.begin(), wanted_nodes.end(), node) == wanted_nodes.end()) {
+        wanted.push_back(node->tensor);
+        wanted_nodes.push_back(node);
+      }
+    }
+    std::vector<int64_t> wanted_parameters;
+    for (size_t p = 0; p < unit.leaves.size(); ++p) {
+      if (unit.leaves[p].requires_grad()) {
+        wanted.push_back(unit.leaves[p]);
+        wanted_parameters.push_back(static_cast<int64_t>(p));
+      }
+    }
+    if (!outputs.empty() && !wanted.empty()) {
+      const auto found = torch::autograd::grad(outputs, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false,
+                                               /*allow_unused=*/true);
+      for (size_t i = 0; i < wanted_nodes.size(); ++i) {
+        if (found[i].defined()) {
+          add_gradient(*wanted_nodes[i], found[i]);
+        }
+      }
+      for (size_t i = 0; i < wanted_parameters.size(); ++i) {
+        const at::Tensor& gradient = found[wanted_nodes.size() + i];
+        if (gradient.defined()) {
+          GradientSink& sink = unit.sinks[wanted_parameters[i]];
+          sink.buffer.add_(gradient);
+          sink.touch();
+        }
+      }
+    }
+  }
+  sharding_.after_use(use.unit, Phase::backward, left);
+  if (boundary && left == 1) {
+    std::vector<at::Tensor> gradients;
+    for (GradientSink& sink : unit.sinks) {
+      gradients.push_back(sink.touched ? sink.buffer : at::Tensor());
+    }
+    sharding_.reduce(use.unit, gradients);
+  }
+}
+
+void TapeRunner::backward(bool boundary) {
+  SF_CHECK(phase_ == Phase::forward, "backward while evaluating");
+  check_order(order_forward_, "forward");
+  phase_ = Phase::backward;
+  for (const int64_t place : losses_) {
+    if (const auto node = places_[place].node.lock()) {
+      add_gradient(*node, at::ones({}, loss_sum_.options()));
+    }
+  }
+  std::vector<int64_t> left = used_;
+  while (!tape_.empty()) {
+    Use& use = tape_.back();
+    const std::string where = "unit '" + units_[use.unit]->spec->name + "', use " + std::to_string(use.use) + ", backward";
+    try {
+      backward_use(use, left[use.unit]--, boundary);
+    } catch (...) {
+      abandon();
+      rethrow_within(where);
+    }
+    tape_.pop_back();
+  }
+  if (boundary) {
+    // A unit that the algorithm did not call at all still takes part in the reduction.
+    for (size_t i = 0; i < units_.size(); ++i) {
+      if (used_[i] == 0) {
+        sharding_.reduce(static_cast<int64_t>(i), std::vector<at::Tensor>(units_[i]->sinks.size()));
+      }
+    }
+  }
+  planned_forward_ = used_;
+  places_.clear();
+  losses_.clear();
+  phase_ = Phase::forward;
+}
+
+void TapeRunner::check_order(std::vector<int64_t>& known, const char* phase) {
+  if (known.empty()) {
+    known = order_;
+    return;
+  }
+  if (known != order_) {
+    abandon();
+    throw Error(ExitCode::kInternal,
+                std::string("the order of units changed between micro-steps (") + phase + "): " + std::to_string(known.size()) +
+                    " uses before, " + std::to_string(order_.size()) + " now",
+                "an algorithm's micro_step must call the same units whatever the batch holds; use dead rows instead of skipping");
+  }
+}
+
+// After a failure: no half window may reach the optimizer.
+void TapeRunner::abandon() {
+  tape_.clear();
+  places_.clear();
+  losses_.clear();
+  order_.clear();
+  std::fill(used_.begin(), used_.end(), 0);
+  phase_ = Phase::forward;
+  for (auto& unit : units_) {
+    for (GradientSink& sink : unit->sinks) {
+      if (sink.touched) {
+        sink.buffer.zero_();
+        sink.touched = false;
+      }
+    }
+  }
+}
+
+std::vector<std::string> TapeRunner::never_touched() const {
+  std::vector<std::string> names;
+  for (const auto& unit : units_) {
+    for (size_t p = 0; p < unit->sinks.size(); ++p) {
+      const ParameterSpec& parameter = unit->spec->parameters[p];
+      if (parameter.trainable && !parameter.idle && !unit->sinks[p].ever_touched) {
+        names.push_back(unit->spec->prefix + parameter.name);
+      }
+    }
+  }
+  return names;
+}
+
+uint64_t TapeRunner::order_hash() const {
+  uint64_t hash = 1469598103934665603ull;  // FNV-1a over unit names, so that it means the same on every rank
+  for (const int64_t index : order_forward_) {
+    for (const char c : units_[index]->spec->name + "\n") {
+      hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211ull;
+    }
+  }
+  return hash;
+}
+
+int64_t TapeRunner::gradient_bytes() const {
+  int64_t bytes = 0;
+  for (const auto& unit : units_) {
+    for (const GradientSink& sink : unit->sinks) {
+      bytes += sink.buffer.defined() ? static_cast<int64_t>(sink.buffer.nbytes()) : 0;
+    }
+  }
+  return bytes;
+}
+
+}  // namespace sf

@@ -1,0 +1,116 @@
+// core/train/: a run from samples to a trained draft. What comes in: a plan, the created plugins, a feature store. What goes out: checkpoints,
+// metrics, an export. This file is its heart: units run one by one, each with a graph of its own, and the tape is the list of what ran.
+// Backward is a loop over that list from the end (design: units and the tape).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/train/linear.hpp"
+#include "sf/backend.hpp"
+#include "sf/unit.hpp"
+
+namespace sf {
+
+/// Numerator and denominator of a metric, summed over a window: float64, scalar or [p].
+struct MetricSum {
+  at::Tensor numerator, denominator;
+};
+
+class TapeRunner final : public Runner {
+ public:
+  struct Options {
+    at::ScalarType gradient_dtype = at::kFloat;
+    std::vector<std::string> recompute;  // names of units whose forward runs again in backward; a final * matches the rest of a name
+  };
+
+  /// `units[i]` implements `specs[i]`; `sharding` has been built from the same specs. All outlive the runner.
+  TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& specs, Sharding& sharding, Ops& ops, Placement placement,
+             Options options);
+  ~TapeRunner();
+
+  /// Zeroes the gradient buffers of touched parameters, the loss and the metrics.
+  void begin_window(const at::Tensor& seed, const StepInfo& step);
+  void begin_micro_step();
+  /// Backward over the tape of this micro-step; at the boundary each unit's gradients go to the sharding backend after its last use.
+  void backward(bool boundary);
+  /// Evaluation: units run without tape or graph (begin_micro_step for each batch, no backward); metrics and loss add up until the next
+  /// begin_window or begin_evaluation.
+  void begin_evaluation(const StepInfo& step);
+  void end_evaluation();
+
+  /// Scalar float32, sum of add_loss values since the window began.
+  const at::Tensor& loss_sum() const { return loss_sum_; }
+  const std::map<std::string, MetricSum>& metrics() const { return metrics_; }
+  /// Trainable, not declared idle, and never touched in any window so far.
+  std::vector<std::string> never_touched() const;
+  /// Units in the order of the last complete micro-step, and a hash of it; ranks must agree on it.
+  const std::vector<int64_t>& order() const { return order_forward_; }
+  uint64_t order_hash() const;
+  /// Bytes of all gradient buffers.
+  int64_t gradient_bytes() const;
+
+  std::vector<Value> run(int64_t index, const std::vector<Value>& inputs) override;
+  Value constant(const at::Tensor& tensor) override;
+  void add_loss(const Value& numerator) override;
+  void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) override;
+  const at::Tensor& seed() const override { return seed_; }
+  Phase phase() const override { return phase_; }
+  const StepInfo& step() const override { return step_; }
+
+ private:
+  struct UnitState;
+  class Context;
+
+  // One use of a unit. Before its backward it keeps the graph (or, for recompute, the inputs alone).
+  struct Use {
+    int64_t unit = 0;
+    int64_t use = 0;                                  // how many uses of this unit came before in the micro-step
+    std::vector<std::shared_ptr<ValueNode>> inputs;
+    std::vector<std::shared_ptr<ValueNode>> outputs;
+    std::vector<at::Tensor> graph_outputs;            // with grad_fn; empty under recompute
+    bool recompute = false;
+  };
+
+  // A differentiable value: where its gradient is summed.
+  struct Place {
+    std::weak_ptr<ValueNode> node;
+    int64_t consumers = 0;  // uses that take it as an input
+    at::Tensor gradient;
+  };
+
+  std::vector<at::Tensor> forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs);
+  void add_gradient(const ValueNode& node, const at::Tensor& gradient);
+  void backward_use(Use& use, int64_t uses_left, bool boundary);
+  void finish_evaluated();
+  void check_order(std::vector<int64_t>& known, const char* phase);
+  void abandon();
+  int64_t uses_left(const std::vector<int64_t>& planned, int64_t unit) const;
+
+  std::vector<std::unique_ptr<UnitState>> units_;
+  Sharding& sharding_;
+  Ops& ops_;
+  Placement placement_;
+  Options options_;
+
+  Phase phase_ = Phase::forward;
+  StepInfo step_;
+  at::Tensor seed_, loss_sum_;
+  std::map<std::string, MetricSum> metrics_;
+
+  std::vector<Use> tape_;
+  std::vector<Place> places_;
+  std::vector<int64_t> losses_;               // places
+  std::vector<int64_t> used_;                 // per unit, in this micro-step
+  std::vector<int64_t> order_;                // of this micro-step so far
+  std::vector<int64_t> order_forward_, order_evaluate_;
+  std::vector<int64_t> planned_forward_, planned_evaluate_;  // uses per unit in the last micro-step; empty: unknown
+};
+
+}  // namespace sf

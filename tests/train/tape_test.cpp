@@ -1,0 +1,413 @@
+// The rules of the tape, each with its test. Everything is compared with one autograd graph over the same arithmetic.
+#include "core/train/tape.hpp"
+
+#include <ATen/ATen.h>
+#include <doctest/doctest.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <functional>
+
+#include "plugins/sharding/single/single.hpp"
+#include "sf/error.hpp"
+
+namespace {
+
+using sf::Phase;
+using sf::Value;
+using Tensors = std::vector<at::Tensor>;
+
+// Units here are plain ATen; asking for a fused operation would be a mistake in the test.
+struct NoOps final : sf::Ops {
+  [[noreturn]] static at::Tensor none() { throw std::logic_error("no fused operations in this test"); }
+  at::Tensor rms_norm(const at::Tensor&, const at::Tensor&, double) override { none(); }
+  Tensors residual_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) override { none(); }
+  at::Tensor head_norm_rope(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double) override { none(); }
+  at::Tensor swiglu(const at::Tensor&, const at::Tensor&) override { none(); }
+  at::Tensor grouped_convolution(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) override { none(); }
+  at::Tensor block_attention(const sf::BlockAttention&) override { none(); }
+  at::Tensor head_objective(const sf::HeadObjective&, const sf::RowLoss&) override { none(); }
+  at::Tensor lookup(const at::Tensor&, const at::Tensor&) override { none(); }
+};
+
+struct FunctionUnit final : sf::Unit {
+  using Body = std::function<Tensors(sf::UnitContext&, const Tensors&)>;
+  explicit FunctionUnit(Body b) : body(std::move(b)) {}
+  Tensors forward(sf::UnitContext& context, const Tensors& inputs) override { return body(context, inputs); }
+  Body body;
+};
+
+// `single` that writes down what the runner asked for.
+struct SpySharding final : sf::Sharding {
+  sf::SingleSharding inner;
+  std::vector<std::string> calls;
+  void build(const std::vector<sf::UnitSpec>& units, const sf::Placement& placement) override { inner.build(units, placement); }
+  std::vector<sf::Shard>& shards() override { return inner.shards(); }
+  at::Tensor whole(int64_t unit, int64_t parameter) override { return inner.whole(unit, parameter); }
+  void begin_window() override { inner.begin_window(); }
+  void note(const char* what, int64_t unit, Phase phase, int64_t left) {
+    const char* names[] = {"forward", "backward", "evaluate"};
+    calls.push_back(std::string(what) + " " + std::to_string(unit) + " " + names[static_cast<int>(phase)] + " " +
+                    (left > 1000 ? "?" : std::to_string(left)));
+  }
+  void before_use(int64_t unit, Phase phase, int64_t left) override { note("before", unit, phase, left); }
+  void after_use(int64_t unit, Phase phase, int64_t left) override { note("after", unit, phase, left); }
+  void reduce(int64_t unit, const Tensors& gradients) override {
+    calls.push_back("reduce " + std::to_string(unit));
+    inner.reduce(unit, gradients);
+  }
+  Tensors end_window() override { return inner.end_window(); }
+  at::Tensor gradient_norm(const Tensors& gradients) override { return inner.gradient_norm(gradients); }
+};
+
+struct Bench {
+  std::vector<sf::UnitSpec> specs;
+  std::vector<std::unique_ptr<FunctionUnit>> units;
+  SpySharding sharding;
+  NoOps ops;
+  std::unique_ptr<sf::TapeRunner> runner;
+
+  void add(const std::string& name, std::vector<sf::ParameterSpec> parameters, FunctionUnit::Body body) {
+    specs.push_back({.name = name, .prefix = name + ".", .shard_group = name, .parameters = std::move(parameters)});
+    units.push_back(std::make_unique<FunctionUnit>(std::move(body)));
+  }
+
+  void open(std::vector<std::string> recompute = {}, at::ScalarType dtype = at::kFloat) {
+    sharding.build(specs, {.device = at::kCPU, .dtype = dtype});
+    at::manual_seed(7);
+    for (sf::Shard& shard : sharding.shards()) {
+      shard.local.normal_();
+    }
+    std::vector<sf::Unit*> pointers;
+    for (auto& unit : units) {
+      pointers.push_back(unit.get());
+    }
+    runner = std::make_unique<sf::TapeRunner>(pointers, specs, sharding, ops, sf::Placement{at::kCPU, dtype},
+                                              sf::TapeRunner::Options{.gradient_dtype = at::kFloat, .recompute = std::move(recompute)});
+    window();
+  }
+
+  void window() { runner->begin_window(at::ones({}), {}); }
+  at::Tensor parameter(size_t shard) { return sharding.shards()[shard].local.detach().clone().requires_grad_(true); }
+};
+
+sf::ParameterSpec weight(const std::string& name, std::vector<int64_t> shape) { return {.name = name, .shape = std::move(shape)}; }
+
+at::Tensor random(std::vector<int64_t> shape) { return at::randn(shape); }
+
+FunctionUnit::Body mlp() {
+  return [](sf::UnitContext& context, const Tensors& in) -> Tensors { return {at::tanh(context.linear("w", in[0]))}; };
+}
+
+FunctionUnit::Body square_sum() {
+  return [](sf::UnitContext&, const Tensors& in) -> Tensors { return {in[0].to(at::kFloat).pow(2).sum()}; };
+}
+
+}  // namespace
+
+TEST_CASE("tape: two units and a loss give the gradients of one autograd graph, bit for bit") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {5, 3}), weight("w.bias", {5})}, mlp());
+  bench.add("b", {weight("w.weight", {2, 5})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  const at::Tensor x = random({4, 3});
+
+  bench.runner->begin_micro_step();
+  const auto h = bench.runner->run(0, {bench.runner->constant(x)});
+  const auto y = bench.runner->run(1, {h[0]});
+  bench.runner->add_loss(bench.runner->run(2, {y[0]})[0]);
+  bench.runner->backward(true);
+  const Tensors found = bench.sharding.end_window();
+
+  const at::Tensor wa = bench.parameter(0), ba = bench.parameter(1), wb = bench.parameter(2);
+  const at::Tensor loss = at::tanh(at::linear(at::tanh(at::linear(x, wa, ba)), wb)).pow(2).sum();
+  const auto expected = torch::autograd::grad({loss}, {wa, ba, wb});
+  for (size_t i = 0; i < 3; ++i) {
+    CHECK(at::equal(found[i], expected[i]));
+  }
+  CHECK(at::equal(bench.runner->loss_sum(), loss.detach()));
+}
+
+TEST_CASE("tape: a unit used four times that hands keys on gives the gradients of one autograd graph") {
+  const auto step = [](const at::Tensor& wk, const at::Tensor& wx, const at::Tensor& x, const at::Tensor& keys) {
+    const at::Tensor key = at::linear(x, wk);
+    const at::Tensor all = at::cat({keys, key}, 0);
+    return std::pair(at::tanh(at::linear(at::softmax(at::mm(x, all.t()), -1).mm(all), wx)), all);
+  };
+  Bench bench;
+  bench.add("block", {weight("k.weight", {3, 3}), weight("x.weight", {3, 3})},
+            [](sf::UnitContext& context, const Tensors& in) -> Tensors {
+              const at::Tensor all = at::cat({in[1], context.linear("k", in[0])}, 0);
+              return {at::tanh(context.linear("x", at::softmax(at::mm(in[0], all.t()), -1).mm(all))), all};
+            });
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  const at::Tensor x = random({4, 3}), keys = random({2, 3});
+
+  bench.runner->begin_micro_step();
+  Value h = bench.runner->constant(x), k = bench.runner->constant(keys);
+  for (int i = 0; i < 4; ++i) {
+    const auto out = bench.runner->run(0, {h, k});
+    h = out[0];
+    k = out[1];  // the last one gets no gradient
+    bench.runner->add_loss(bench.runner->run(1, {h})[0]);
+  }
+  bench.runner->backward(true);
+  const Tensors found = bench.sharding.end_window();
+
+  const at::Tensor wk = bench.parameter(0), wx = bench.parameter(1);
+  at::Tensor h2 = x, k2 = keys, loss = at::zeros({});
+  for (int i = 0; i < 4; ++i) {
+    std::tie(h2, k2) = step(wk, wx, h2, k2);
+    loss = loss + h2.pow(2).sum();
+  }
+  const auto expected = torch::autograd::grad({loss}, {wk, wx});
+  CHECK(at::allclose(found[0], expected[0], 1e-6, 1e-6));
+  CHECK(at::allclose(found[1], expected[1], 1e-6, 1e-6));
+}
+
+TEST_CASE("tape: a tensor that requires grad is refused as a constant") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {2, 2})}, mlp());
+  bench.open();
+  bench.runner->begin_micro_step();
+  CHECK_THROWS_WITH_AS((void)bench.runner->constant(at::ones({2, 2}).requires_grad_(true)), doctest::Contains("gradient would be lost"),
+                       sf::Error);
+  // A value's tensor is a detached leaf that requires grad, so taking it out and back in is refused as well.
+  const auto h = bench.runner->run(0, {bench.runner->constant(at::ones({1, 2}))});
+  CHECK(h[0].tensor().is_leaf());
+  CHECK_THROWS_AS((void)bench.runner->constant(h[0].tensor()), sf::Error);
+}
+
+TEST_CASE("tape: an output may be an input, or a view of one") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("pass", {}, [](sf::UnitContext&, const Tensors& in) -> Tensors { return {in[0], in[0].slice(0, 0, 1)}; });
+  bench.add("loss", {}, [](sf::UnitContext&, const Tensors& in) -> Tensors { return {in[0].pow(2).sum() + in[1].sum()}; });
+  bench.open();
+  const at::Tensor x = random({4, 3});
+  bench.runner->begin_micro_step();
+  const auto h = bench.runner->run(0, {bench.runner->constant(x)});
+  const auto p = bench.runner->run(1, {h[0]});
+  bench.runner->add_loss(bench.runner->run(2, {p[0], p[1]})[0]);
+  bench.runner->backward(true);
+  const at::Tensor w = bench.parameter(0);
+  const at::Tensor y = at::tanh(at::linear(x, w));
+  const auto expected = torch::autograd::grad({y.pow(2).sum() + y.slice(0, 0, 1).sum()}, {w});
+  CHECK(at::allclose(bench.sharding.end_window()[0], expected[0], 1e-6, 1e-6));
+}
+
+TEST_CASE("tape: a unit without any output gradient is skipped in backward but still counts as used") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("side", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  bench.runner->begin_micro_step();
+  const auto h = bench.runner->run(0, {bench.runner->constant(random({2, 3}))});
+  (void)bench.runner->run(1, {h[0]});
+  bench.runner->add_loss(bench.runner->run(2, {h[0]})[0]);
+  bench.runner->backward(true);
+  const Tensors found = bench.sharding.end_window();
+  CHECK(found[0].defined());
+  CHECK_FALSE(found[1].defined());
+  const auto& calls = bench.sharding.calls;
+  CHECK(std::find(calls.begin(), calls.end(), "before 1 backward 1") != calls.end());
+  CHECK(std::find(calls.begin(), calls.end(), "reduce 1") != calls.end());
+  CHECK(bench.runner->never_touched() == std::vector<std::string>{"side.w.weight"});
+}
+
+TEST_CASE("tape: writing to an input is an error that names unit and input") {
+  Bench bench;
+  bench.add("bad", {weight("w.weight", {3, 3})}, [](sf::UnitContext& context, const Tensors& in) -> Tensors {
+    {
+      at::NoGradGuard no_grad;
+      const_cast<at::Tensor&>(in[0]).mul_(2);
+    }
+    return {context.linear("w", in[0])};
+  });
+  bench.open();
+  bench.runner->begin_micro_step();
+  CHECK_THROWS_WITH(bench.runner->run(0, {bench.runner->constant(random({2, 3}))}), doctest::Contains("wrote to its input 0"));
+}
+
+TEST_CASE("tape: a value with more than two consumers sums its gradient in float32 and rounds once") {
+  Bench bench;
+  bench.add("a", {weight("p", {1})}, [](sf::UnitContext& context, const Tensors&) -> Tensors { return {context.parameter("p") * 1.0}; });
+  bench.add("scale", {}, [](sf::UnitContext&, const Tensors& in) -> Tensors { return {(in[0] * in[1]).to(at::kFloat).sum()}; });
+  const auto gradient_with = [&](const std::vector<float>& factors) {
+    bench.window();
+    bench.runner->begin_micro_step();
+    const auto h = bench.runner->run(0, {});
+    for (const float factor : factors) {
+      bench.runner->add_loss(bench.runner->run(1, {h[0], bench.runner->constant(at::full({1}, factor).to(at::kBFloat16))})[0]);
+    }
+    bench.runner->backward(true);
+    return bench.sharding.end_window()[0].item<float>();
+  };
+  bench.open({}, at::kBFloat16);
+  // bf16 has 8 bits: 256 + 1 + 1 is 256 when each sum is rounded, 258 when only the last one is.
+  CHECK(gradient_with({1.0f, 1.0f, 256.0f}) == 258.0f);
+}
+
+TEST_CASE("tape: gradients add up over micro-steps, and a new window starts from zero") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  const at::Tensor x = random({2, 3}), y = random({5, 3});
+  const auto window = [&](const std::vector<at::Tensor>& inputs) {
+    bench.window();
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      bench.runner->begin_micro_step();
+      bench.runner->add_loss(bench.runner->run(1, {bench.runner->run(0, {bench.runner->constant(inputs[i])})[0]})[0]);
+      bench.runner->backward(i + 1 == inputs.size());
+    }
+    return bench.sharding.end_window()[0].clone();
+  };
+  const at::Tensor gx = window({x}), gy = window({y}), both = window({x, y});
+  CHECK(at::allclose(both, gx + gy, 1e-6, 1e-6));
+  CHECK(at::equal(window({x}), gx));
+}
+
+TEST_CASE("tape: recompute gives the same bits as eager, and keeps no graph between forward and backward") {
+  const auto gradients = [](std::vector<std::string> recompute) {
+    Bench bench;
+    bench.add("block.0", {weight("w.weight", {3, 3})}, mlp());
+    bench.add("block.1", {weight("w.weight", {3, 3})}, mlp());
+    bench.add("loss", {}, square_sum());
+    bench.open(std::move(recompute));
+    at::manual_seed(3);
+    bench.runner->begin_micro_step();
+    const auto h = bench.runner->run(0, {bench.runner->constant(random({4, 3}))});
+    bench.runner->add_loss(bench.runner->run(2, {bench.runner->run(1, {h[0]})[0]})[0]);
+    bench.runner->backward(true);
+    return bench.sharding.end_window();
+  };
+  const Tensors eager = gradients({}), again = gradients({"block.*"});
+  CHECK(at::equal(eager[0], again[0]));
+  CHECK(at::equal(eager[1], again[1]));
+}
+
+TEST_CASE("tape: the number of uses left is known from the last micro-step on") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  const auto micro_step = [&](bool boundary) {
+    bench.runner->begin_micro_step();
+    const auto h = bench.runner->run(0, {bench.runner->constant(random({2, 3}))});
+    const auto i = bench.runner->run(0, {h[0]});
+    bench.runner->add_loss(bench.runner->run(1, {i[0]})[0]);
+    bench.runner->backward(boundary);
+  };
+  micro_step(false);
+  CHECK(bench.sharding.calls.front() == "before 0 forward ?");
+  CHECK(std::count(bench.sharding.calls.begin(), bench.sharding.calls.end(), "reduce 0") == 0);
+  bench.sharding.calls.clear();
+  micro_step(true);
+  const std::vector<std::string> expected = {
+      "before 0 forward 2",  "after 0 forward 2",  "before 0 forward 1",  "after 0 forward 1",  "before 1 forward 1",
+      "after 1 forward 1",   "before 1 backward 1", "after 1 backward 1", "reduce 1",           "before 0 backward 2",
+      "after 0 backward 2",  "before 0 backward 1", "after 0 backward 1", "reduce 0"};
+  CHECK(bench.sharding.calls == expected);
+}
+
+TEST_CASE("tape: a change in the order of units ends the run") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  const auto micro_step = [&](int uses) {
+    bench.runner->begin_micro_step();
+    Value h = bench.runner->constant(random({2, 3}));
+    for (int i = 0; i < uses; ++i) {
+      h = bench.runner->run(0, {h})[0];
+    }
+    bench.runner->add_loss(bench.runner->run(1, {h})[0]);
+    bench.runner->backward(true);
+  };
+  micro_step(1);
+  const uint64_t hash = bench.runner->order_hash();
+  micro_step(1);
+  CHECK(bench.runner->order_hash() == hash);
+  CHECK_THROWS_WITH(micro_step(2), doctest::Contains("order of units changed"));
+}
+
+TEST_CASE("tape: evaluation leaves no tape, no graph and no gradient") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  const at::Tensor x = random({2, 3});
+  bench.runner->begin_evaluation({});
+  for (int i = 0; i < 2; ++i) {
+    bench.runner->begin_micro_step();
+    const auto h = bench.runner->run(0, {bench.runner->constant(x)});
+    CHECK_FALSE(h[0].tensor().requires_grad());
+    bench.runner->add_loss(bench.runner->run(1, {h[0]})[0]);
+    bench.runner->add_metric("hits", at::full({}, 2.0), at::full({}, 4.0));
+  }
+  bench.runner->end_evaluation();
+  const at::Tensor y = at::tanh(at::linear(x, bench.parameter(0))).detach();
+  CHECK(bench.runner->loss_sum().item<float>() == doctest::Approx(2 * y.pow(2).sum().item<float>()));
+  CHECK(bench.runner->metrics().at("hits").numerator.item<double>() == 4.0);
+  CHECK(bench.runner->metrics().at("hits").denominator.item<double>() == 8.0);
+  CHECK(bench.runner->never_touched().size() == 1);
+}
+
+TEST_CASE("tape: when a unit throws, the error names unit, use and phase, and no gradient of the window is left") {
+  Bench bench;
+  bool fail = false;
+  bench.add("a", {weight("w.weight", {3, 3})}, [&](sf::UnitContext& context, const Tensors& in) -> Tensors {
+    if (fail) {
+      throw sf::Error(sf::ExitCode::kData, "no such luck");
+    }
+    return {at::tanh(context.linear("w", in[0]))};
+  });
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  bench.runner->begin_micro_step();
+  bench.runner->add_loss(bench.runner->run(1, {bench.runner->run(0, {bench.runner->constant(random({2, 3}))})[0]})[0]);
+  bench.runner->backward(false);
+  fail = true;
+  bench.runner->begin_micro_step();
+  CHECK_THROWS_WITH_AS(bench.runner->run(0, {bench.runner->constant(random({2, 3}))}), "unit 'a', use 0, forward: no such luck", sf::Error);
+  fail = false;
+  bench.runner->begin_micro_step();
+  const at::Tensor zero = at::zeros({1, 3});
+  bench.runner->add_loss(bench.runner->run(1, {bench.runner->run(0, {bench.runner->constant(zero)})[0]})[0]);
+  bench.runner->backward(true);
+  CHECK(at::equal(bench.sharding.end_window()[0], at::zeros({3, 3})));
+}
+
+TEST_CASE("tape: a value of an earlier micro-step is refused") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  bench.runner->begin_micro_step();
+  const auto old = bench.runner->run(0, {bench.runner->constant(random({2, 3}))});
+  bench.runner->add_loss(bench.runner->run(1, {old[0]})[0]);
+  bench.runner->backward(true);
+  bench.runner->begin_micro_step();
+  CHECK_THROWS_WITH(bench.runner->run(1, {old[0]}), doctest::Contains("another micro-step"));
+}
+
+TEST_CASE("tape: a frozen parameter gets no gradient and lets gradient through") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, mlp());
+  sf::ParameterSpec frozen = weight("w.weight", {3, 3});
+  frozen.trainable = false;
+  bench.add("b", {frozen}, mlp());
+  bench.add("loss", {}, square_sum());
+  bench.open();
+  bench.runner->begin_micro_step();
+  const auto h = bench.runner->run(0, {bench.runner->constant(random({2, 3}))});
+  bench.runner->add_loss(bench.runner->run(2, {bench.runner->run(1, {h[0]})[0]})[0]);
+  bench.runner->backward(true);
+  const Tensors found = bench.sharding.end_window();
+  CHECK(found[0].abs().sum().item<float>() > 0);
+  CHECK_FALSE(found[1].defined());
+  CHECK(bench.runner->never_touched().empty());
+}
