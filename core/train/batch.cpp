@@ -1,0 +1,121 @@
+#include "core/train/batch.hpp"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "core/base/error.hpp"
+
+namespace sf {
+namespace {
+
+// The sample's number of block slots: the length of its slot fields.
+int64_t slots_of(const Sample& sample, const Description& description) {
+  int64_t slots = 0;
+  for (const BatchField& field : description.fields) {
+    if (field.axis == Axis::slots) {
+      slots = std::max(slots, sample.tensors.at(field.name).size(0));
+    }
+  }
+  return slots;
+}
+
+}  // namespace
+
+int64_t BatchShape::padded_tokens(int64_t tokens) const {
+  if (!is_static) {
+    return tokens;
+  }
+  for (const int64_t bucket : buckets) {
+    if (bucket >= tokens) {
+      return bucket;
+    }
+  }
+  if (tokens > max_tokens) {
+    throw Error(ExitCode::kData, "a sample of " + std::to_string(tokens) + " tokens is longer than the largest static length, " +
+                                     std::to_string(max_tokens),
+                "raise data.max_length");
+  }
+  return max_tokens;
+}
+
+BatchFields::BatchFields(const Description& description, const Sample& prototype)
+    : static_slots_(description.slots), prototype_tokens_(prototype.tokens), prototype_slots_(slots_of(prototype, description)) {
+  std::vector<BatchField> wanted;
+  for (const FeatureRead& read : description.reads) {
+    if (!read.optional || prototype.tensors.count(read.name)) {
+      wanted.push_back({.name = read.name, .axis = Axis::tokens, .pad_value = 0});
+    }
+  }
+  wanted.insert(wanted.end(), description.fields.begin(), description.fields.end());
+  for (const BatchField& field : wanted) {
+    const auto found = prototype.tensors.find(field.name);
+    SF_CHECK(found != prototype.tensors.end(), "a prepared sample lacks '{}', which describe() promises", field.name);
+    const at::Tensor& tensor = found->second;
+    const size_t skip = field.axis == Axis::none ? 0 : 1;
+    SF_CHECK(static_cast<size_t>(tensor.dim()) >= skip, "field '{}' has no axis to pad", field.name);
+    fields_.push_back({.what = field, .dtype = tensor.scalar_type(),
+                       .trailing = std::vector<int64_t>(tensor.sizes().begin() + skip, tensor.sizes().end())});
+  }
+}
+
+Batch BatchFields::stack(const std::vector<std::optional<Sample>>& rows, const BatchShape& shape) const {
+  Batch batch;
+  batch.rows = static_cast<int64_t>(rows.size());
+  int64_t longest = 0, widest = 0;
+  for (const auto& row : rows) {
+    batch.sample_indices.push_back(row ? row->index : -1);
+    if (!row) {
+      continue;
+    }
+    longest = std::max(longest, row->tokens);
+    for (const Field& field : fields_) {
+      if (field.what.axis == Axis::slots) {
+        widest = std::max(widest, row->tensors.at(field.what.name).size(0));
+      }
+    }
+  }
+  const bool all_dead = std::all_of(rows.begin(), rows.end(), [](const auto& row) { return !row; });
+  batch.tokens = shape.padded_tokens(all_dead ? prototype_tokens_ : longest);
+  batch.slots = shape.is_static ? static_slots_ : all_dead ? prototype_slots_ : widest;
+
+  for (const Field& field : fields_) {
+    std::vector<int64_t> sizes = {batch.rows};
+    if (field.what.axis != Axis::none) {
+      sizes.push_back(field.what.axis == Axis::tokens ? batch.tokens : batch.slots);
+    }
+    sizes.insert(sizes.end(), field.trailing.begin(), field.trailing.end());
+    at::Tensor stacked = at::full(sizes, field.what.pad_value, at::TensorOptions().dtype(field.dtype));
+    for (size_t row = 0; row < rows.size(); ++row) {
+      if (!rows[row]) {
+        continue;
+      }
+      const at::Tensor& tensor = rows[row]->tensors.at(field.what.name);
+      at::Tensor target = stacked.select(0, static_cast<int64_t>(row));
+      if (field.what.axis != Axis::none) {
+        SF_CHECK(tensor.size(0) <= target.size(0), "field '{}' of sample {} has {} entries, the batch holds {}", field.what.name,
+                 rows[row]->index, tensor.size(0), target.size(0));
+        target = target.narrow(0, 0, tensor.size(0));
+      }
+      target.copy_(tensor);
+    }
+    batch.tensors.emplace(field.what.name, std::move(stacked));
+  }
+  return batch;
+}
+
+Batch to_device(const Batch& batch, const Description& description, at::Device device, at::ScalarType dtype) {
+  Batch moved = batch;
+  for (auto& [name, tensor] : moved.tensors) {
+    tensor = tensor.to(device);
+  }
+  for (const FeatureRead& read : description.reads) {
+    const auto found = moved.tensors.find(read.name);
+    if (found != moved.tensors.end() && found->second.is_floating_point()) {
+      found->second = found->second.to(dtype);
+    }
+  }
+  return moved;
+}
+
+}  // namespace sf

@@ -1,0 +1,45 @@
+// core/train/batch.hpp: samples become batches: every field padded to one length and stacked. Host tensors only.
+//
+// Shapes: b rows · s padded tokens · w padded block slots
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "sf/algorithm.hpp"
+
+namespace sf {
+
+/// How long a batch becomes.
+struct BatchShape {
+  int64_t max_tokens = 2048;             // samples have been cut to this
+  bool is_static = false;                // pad to max_tokens, or to the smallest bucket that holds the longest sample; all slots always
+  std::vector<int64_t> buckets;          // strictly increasing, below max_tokens; only with is_static
+
+  /// Padded length for a longest sample of `tokens`; throws Error(kData) when none holds it.
+  int64_t padded_tokens(int64_t tokens) const;
+};
+
+/// Type and trailing shape of each field, taken from one prepared sample: what a dead row is made of.
+class BatchFields {
+ public:
+  BatchFields(const Description& description, const Sample& prototype);
+
+  /// Rows without a sample are dead: every field at its pad value. An all-dead batch gets the shape of the prototype.
+  Batch stack(const std::vector<std::optional<Sample>>& rows, const BatchShape& shape) const;
+
+ private:
+  struct Field {
+    BatchField what;
+    at::ScalarType dtype;
+    std::vector<int64_t> trailing;       // sizes after the padded axis
+  };
+  std::vector<Field> fields_;
+  int64_t static_slots_ = 0, prototype_tokens_ = 0, prototype_slots_ = 0;
+};
+
+/// Fields on the training device; floating features get the model's type.
+Batch to_device(const Batch& batch, const Description& description, at::Device device, at::ScalarType dtype);
+
+}  // namespace sf
