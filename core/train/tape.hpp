@@ -36,8 +36,11 @@ class TapeRunner final : public Runner {
   ~TapeRunner();
 
   /// Zeroes the gradient buffers of touched parameters, the loss and the metrics.
+  /// `seed`: scalar float32 on the device.
   void begin_window(const at::Tensor& seed, const StepInfo& step);
   void begin_micro_step();
+  /// Of the open micro-step; some poolings have one seed for each.
+  void set_seed(const at::Tensor& seed) { seed_ = seed; }
   /// Backward over the tape of this micro-step; at the boundary each unit's gradients go to the sharding backend after its last use.
   void backward(bool boundary);
   /// Evaluation: units run without tape or graph (begin_micro_step for each batch, no backward); metrics and loss add up until the next

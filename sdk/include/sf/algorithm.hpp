@@ -1,7 +1,8 @@
 // sf/algorithm.hpp: the interface "sf.algorithm/1" of an algorithm plugin.
 //
 // Order of calls: describe (also from `sf-host plan`, without device or weights) · bind · then for each sample prepare, for each batch finish and
-// weigh (these three in the data thread, host tensors only), for each micro-step micro_step · export_spec at the end.
+// weigh (these three with host tensors only, in the data thread and, for evaluation, in the main thread at the same time: they keep no
+// state), for each micro-step micro_step · export_spec at the end.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,0 +1,72 @@
+#include "core/train/initialize.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <cmath>
+#include <map>
+#include <numbers>
+
+#include "core/base/error.hpp"
+#include "core/data/philox.hpp"
+
+namespace sf {
+namespace {
+
+// Elements `begin` .. of a parameter, standard normal times `std`: Box-Muller over pairs, so a slice needs no neighbours but its pair.
+void fill_normal(float* out, int64_t begin, int64_t count, const PhiloxStream& draws, double std) {
+  at::parallel_for(0, count, 1 << 14, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) {
+      const uint64_t element = static_cast<uint64_t>(begin + i);
+      const uint64_t pair = element / 2;
+      const uint64_t bits = draws.bits(0, pair >> 32, pair & 0xFFFFFFFF);
+      const double u = (static_cast<double>(bits >> 32) + 0.5) * 0x1p-32;
+      const double v = static_cast<double>(bits & 0xFFFFFFFF) * 0x1p-32;
+      const double radius = std::sqrt(-2.0 * std::log(u)), angle = 2.0 * std::numbers::pi * v;
+      out[i] = static_cast<float>(std * radius * (element % 2 == 0 ? std::cos(angle) : std::sin(angle)));
+    }
+  });
+}
+
+}  // namespace
+
+void initialize_weights(const std::vector<UnitSpec>& units, std::vector<Shard>& shards, uint64_t seed) {
+  std::map<std::string, const ParameterSpec*> specs;
+  for (const UnitSpec& unit : units) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      specs.emplace(unit.prefix + parameter.name, &parameter);
+    }
+  }
+  for (Shard& shard : shards) {
+    const auto found = specs.find(shard.name);
+    SF_CHECK(found != specs.end(), "the backend made a shard '{}' that describe() does not list", shard.name);
+    const ParameterSpec& spec = *found->second;
+    at::Tensor values = at::zeros(shard.local.sizes(), at::TensorOptions().dtype(at::kFloat));
+    int64_t row_elements = 1;
+    for (size_t d = 1; d < spec.shape.size(); ++d) {
+      row_elements *= spec.shape[d];
+    }
+    switch (spec.init) {
+      case Init::zeros: break;
+      case Init::ones: values.fill_(1.0); break;
+      case Init::normal:
+        fill_normal(values.data_ptr<float>(), shard.row_begin * row_elements, values.numel(), PhiloxStream(seed, "initialize/" + shard.name),
+                    spec.init_std);
+        break;
+      case Init::first_tap: {
+        // 1 where the last index but one is 0. A slice of dimension 0 keeps whole rows, so only 2-d tensors depend on where it begins.
+        SF_CHECK(spec.shape.size() >= 2, "'{}' has no last dimension but one", shard.name);
+        if (spec.shape.size() > 2) {
+          values.select(-2, 0).fill_(1.0);
+        } else if (shard.row_begin == 0 && values.size(0) > 0) {
+          values.select(0, 0).fill_(1.0);
+        }
+        break;
+      }
+    }
+    at::NoGradGuard no_grad;
+    shard.local.copy_(values);
+  }
+}
+
+}  // namespace sf
