@@ -1,0 +1,134 @@
+#include "core/data/weight_folder.hpp"
+
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+
+#include <algorithm>
+#include <set>
+
+namespace sf {
+
+namespace {
+
+constexpr const char* kIndexName = "model.safetensors.index.json";
+
+std::vector<std::filesystem::path> safetensors_files(const std::filesystem::path& folder) {
+  std::vector<std::filesystem::path> files;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (entry.path().extension() == ".safetensors" && entry.is_regular_file()) files.push_back(entry.path());
+  }
+  std::sort(files.begin(), files.end());
+  return files;
+}
+
+}  // namespace
+
+WeightFolder WeightFolder::open(const std::filesystem::path& folder) {
+  if (!std::filesystem::is_directory(folder)) {
+    throw Error(ExitCode::kData, format("{}: there is no such folder", folder),
+                "name a Hugging Face model folder (config.json and *.safetensors)");
+  }
+  WeightFolder result;
+  result.folder_ = folder;
+  const std::filesystem::path index_path = folder / kIndexName;
+  std::map<std::string, std::string> promised;  // tensor -> file
+  std::vector<std::filesystem::path> paths;
+  if (std::filesystem::is_regular_file(index_path)) {
+    try {
+      const Json index = Json::parse(read_file(index_path), index_path.string());
+      std::set<std::string> shards;
+      for (const auto& [name, file] : index.at("weight_map").entries()) {
+        promised[name] = file.as_string();
+        if (file.as_string().find('/') != std::string::npos) {
+          throw Error(ExitCode::kData, format("{}: '{}' lies outside the folder", index_path, file.as_string()));
+        }
+        shards.insert(file.as_string());
+      }
+      for (const std::string& shard : shards) paths.push_back(folder / shard);
+    } catch (const JsonError& error) {
+      throw Error(ExitCode::kData, format("{}: {}", index_path, error.what()));
+    }
+    std::string missing;
+    for (const std::filesystem::path& path : paths) {
+      if (!std::filesystem::is_regular_file(path)) missing += (missing.empty() ? "" : ", ") + path.filename().string();
+    }
+    if (!missing.empty()) {
+      throw Error(ExitCode::kData, format("{}: shards of {} are missing: {}", folder, kIndexName, missing),
+                  "fetch the whole model");
+    }
+  } else if (std::filesystem::is_regular_file(folder / "model.safetensors")) {
+    paths.push_back(folder / "model.safetensors");
+  } else {
+    paths = safetensors_files(folder);
+    if (paths.size() != 1) {
+      throw Error(ExitCode::kData,
+                  format("{}: there is no model.safetensors and no {}, but {} other *.safetensors files", folder, kIndexName, paths.size()),
+                  "name a Hugging Face model folder with its weights as safetensors");
+    }
+  }
+
+  for (const std::filesystem::path& path : paths) result.files_.push_back(SafetensorsFile::open(path));
+  for (const SafetensorsFile& file : result.files_) {
+    for (const TensorView& tensor : file.tensors()) {
+      const auto place = promised.find(tensor.name);
+      if (!promised.empty() && (place == promised.end() || place->second != file.path().filename())) continue;
+      result.tensors_[tensor.name] = &tensor;
+    }
+  }
+  for (const auto& [name, file] : promised) {
+    if (result.tensors_.find(name) == result.tensors_.end()) {
+      throw Error(ExitCode::kData, format("{}: '{}' should be in {} as {} says, but is not", folder, name, file, kIndexName),
+                  "fetch the whole model again");
+    }
+  }
+  return result;
+}
+
+std::vector<std::string> WeightFolder::names() const {
+  std::vector<std::string> result;
+  for (const auto& [name, tensor] : tensors_) result.push_back(name);
+  return result;
+}
+
+const TensorView* WeightFolder::find(std::string_view name) const {
+  const auto found = tensors_.find(name);
+  return found == tensors_.end() ? nullptr : found->second;
+}
+
+const TensorView* WeightFolder::find_in_decoder(std::string_view name) const {
+  if (const TensorView* tensor = find(name)) return tensor;
+  static constexpr std::string_view kModel = "model.";
+  if (name.starts_with(kModel)) {
+    const std::string rest(name.substr(kModel.size()));
+    for (const char* prefix : {"model.language_model.", "language_model.model.", "model.text_model.", "language_model.", ""}) {
+      if (const TensorView* tensor = find(prefix + rest)) return tensor;
+    }
+  } else {
+    for (const char* prefix : {"language_model.", "model.language_model.", "model."}) {
+      if (const TensorView* tensor = find(prefix + std::string(name))) return tensor;
+    }
+  }
+  return nullptr;
+}
+
+std::string target_fingerprint(const Json& config, const WeightFolder& weights) {
+  Json facts = config;
+  for (const char* note : {"_name_or_path", "transformers_version", "architectures", "use_cache"}) facts.remove(note);
+  Sha256 sha;
+  std::vector<std::string> keys;  // in one order, however the file has them
+  for (const auto& [key, value] : facts.entries()) keys.push_back(key);
+  std::sort(keys.begin(), keys.end());
+  for (const std::string& key : keys) sha.add(key + "=" + facts.at(key).dump() + ";");
+  constexpr size_t kPiece = 4096;
+  for (const std::string& name : weights.names()) {
+    const TensorView& tensor = *weights.find(name);
+    sha.add(format("{} {} {};", name, dtype_name(tensor.dtype), tensor.shape));
+    const size_t bytes = tensor.bytes.size();
+    for (const size_t at : {size_t{0}, bytes / 2, bytes - std::min(bytes, kPiece)}) {
+      sha.add(tensor.bytes.subspan(at, std::min(kPiece, bytes - at)));
+    }
+  }
+  return sha.hex();
+}
+
+}  // namespace sf

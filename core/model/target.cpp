@@ -1,0 +1,242 @@
+// Shapes: b batch · t tokens · h hidden · n heads · m key-value heads · d head size · r rotary size · v vocabulary
+#include "core/model/target.hpp"
+
+#include "core/base/error.hpp"
+#include "core/data/weight_folder.hpp"
+#include "core/model/tensor_view.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+namespace sf {
+
+namespace {
+
+// Projections that read the same input are one matrix: queries, keys and values; gate and up.
+struct Layer {
+  at::Tensor input_norm_h, post_norm_h;
+  at::Tensor qkv_weight, qkv_bias;
+  at::Tensor query_norm_d, key_norm_d;
+  at::Tensor output_weight, output_bias;
+  at::Tensor gate_up_weight, gate_up_bias;
+  at::Tensor down_weight, down_bias;
+};
+
+// Fetches tensors by their decoder names and collects every problem before it gives up.
+class Loader {
+ public:
+  Loader(const WeightFolder& weights, const TargetOptions& options) : weights_(weights), options_(options) {}
+
+  at::Tensor get(const std::string& name, const std::vector<int64_t>& shape) {
+    const TensorView* view = weights_.find_in_decoder(name);
+    if (view == nullptr) {
+      problems_.push_back(format("'{}' is missing", name));
+    } else if (view->shape != shape) {
+      problems_.push_back(format("'{}' has shape {}, {} expected", view->name, view->shape, shape));
+    } else if (!is_floating(view->dtype)) {
+      problems_.push_back(format("'{}' is {}, a floating type expected", view->name, dtype_name(view->dtype)));
+    } else {
+      return as_tensor(*view).to(options_.device, options_.dtype);
+    }
+    return {};
+  }
+  /// The rows of several matrices under each other.
+  at::Tensor joined(const std::vector<std::pair<std::string, int64_t>>& parts, const std::string& end, std::vector<int64_t> rest) {
+    std::vector<at::Tensor> tensors;
+    bool whole = true;
+    for (const auto& [name, rows] : parts) {
+      std::vector<int64_t> shape{rows};
+      shape.insert(shape.end(), rest.begin(), rest.end());
+      tensors.push_back(get(name + end, shape));
+      whole = whole && tensors.back().defined();
+    }
+    return whole ? at::cat(tensors) : at::Tensor();
+  }
+  void finish() const {
+    if (problems_.empty()) return;
+    constexpr size_t kShown = 8;
+    std::string text;
+    for (size_t i = 0; i < std::min(problems_.size(), kShown); ++i) text += "\n  " + problems_[i];
+    if (problems_.size() > kShown) text += format("\n  and {} more", problems_.size() - kShown);
+    throw Error(ExitCode::kData, format("{}: weights and config.json disagree:{}", options_.folder, text),
+                "fetch the model again, or name the tensors with model.embedding_key and model.lm_head_key");
+  }
+
+ private:
+  const WeightFolder& weights_;
+  const TargetOptions& options_;
+  std::vector<std::string> problems_;
+};
+
+// Normalised in float32, rounded to the type of computation, then scaled.
+at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const at::Tensor wide = x.to(at::kFloat);
+  at::Tensor normal = wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true).add_(eps));
+  return normal.to(x.scalar_type()).mul_(weight);
+}
+
+// Value m of the first r turns together with value m + r/2.
+at::Tensor rotate(const at::Tensor& x_bntd, const at::Tensor& cos_tr, const at::Tensor& sin_tr) {
+  const int64_t rotary = cos_tr.size(-1);
+  const at::Tensor turning = x_bntd.narrow(-1, 0, rotary);
+  const at::Tensor first = turning.narrow(-1, 0, rotary / 2);
+  const at::Tensor second = turning.narrow(-1, rotary / 2, rotary / 2);
+  at::Tensor turned = turning * cos_tr + at::cat({second.neg(), first}, -1) * sin_tr;
+  if (rotary == x_bntd.size(-1)) return turned;
+  return at::cat({turned, x_bntd.narrow(-1, rotary, x_bntd.size(-1) - rotary)}, -1);
+}
+
+}  // namespace
+
+struct Target::Weights {
+  TargetConfig config;
+  at::Tensor embedding_vh, final_norm_h, head_vh;
+  at::Tensor inverse_frequencies;  // float32
+  std::vector<Layer> layers;
+};
+
+Target::Target(std::unique_ptr<Weights> weights) : weights_(std::move(weights)) {}
+Target::Target(Target&&) noexcept = default;
+Target& Target::operator=(Target&&) noexcept = default;
+Target::~Target() = default;
+
+const TargetConfig& Target::config() const { return weights_->config; }
+
+Target Target::load(const TargetOptions& options) {
+  const at::NoGradGuard no_grad;
+  const std::string source = (options.folder / "config.json").string();
+  const Json json = read_model_config(options.folder);
+  auto result = std::make_unique<Weights>();
+  TargetConfig& config = result->config;
+  config = target_config(json, source);
+  if (const std::string reason = why_not_runnable(json, config); !reason.empty()) {
+    throw Error(ExitCode::kData, format("{}: this target can't be run here: {}", source, reason),
+                "capture its hidden states with a serving engine and give them as features");
+  }
+  const WeightFolder folder = WeightFolder::open(options.folder);
+  Loader loader(folder, options);
+  const int64_t hidden = config.hidden_size;
+  const int64_t queries = config.num_attention_heads * config.head_dim;
+  const int64_t keys = config.num_key_value_heads * config.head_dim;
+  const int64_t inner = config.intermediate_size;
+  const int64_t layers = options.layers_needed < 0 ? config.num_hidden_layers : std::min(options.layers_needed, config.num_hidden_layers);
+
+  result->embedding_vh = loader.get(options.embedding_key, {config.vocab_size, hidden});
+  for (int64_t i = 0; i < layers; ++i) {
+    const std::string name = format("model.layers.{}.", i);
+    const std::vector<std::pair<std::string, int64_t>> qkv{
+        {name + "self_attn.q_proj", queries}, {name + "self_attn.k_proj", keys}, {name + "self_attn.v_proj", keys}};
+    const std::vector<std::pair<std::string, int64_t>> gate_up{{name + "mlp.gate_proj", inner}, {name + "mlp.up_proj", inner}};
+    Layer layer;
+    layer.input_norm_h = loader.get(name + "input_layernorm.weight", {hidden});
+    layer.post_norm_h = loader.get(name + "post_attention_layernorm.weight", {hidden});
+    layer.qkv_weight = loader.joined(qkv, ".weight", {hidden});
+    if (config.qkv_bias) layer.qkv_bias = loader.joined(qkv, ".bias", {});
+    if (config.query_key_norm) {
+      layer.query_norm_d = loader.get(name + "self_attn.q_norm.weight", {config.head_dim});
+      layer.key_norm_d = loader.get(name + "self_attn.k_norm.weight", {config.head_dim});
+    }
+    layer.output_weight = loader.get(name + "self_attn.o_proj.weight", {hidden, queries});
+    if (config.output_bias) layer.output_bias = loader.get(name + "self_attn.o_proj.bias", {hidden});
+    layer.gate_up_weight = loader.joined(gate_up, ".weight", {hidden});
+    layer.down_weight = loader.get(name + "mlp.down_proj.weight", {hidden, inner});
+    if (config.mlp_bias) {
+      layer.gate_up_bias = loader.joined(gate_up, ".bias", {});
+      layer.down_bias = loader.get(name + "mlp.down_proj.bias", {hidden});
+    }
+    result->layers.push_back(std::move(layer));
+  }
+  if (layers == config.num_hidden_layers) result->final_norm_h = loader.get("model.norm.weight", {hidden});
+  if (options.head_needed) {
+    result->head_vh = config.tied_embeddings ? result->embedding_vh : loader.get(options.lm_head_key, {config.vocab_size, hidden});
+    if (config.logits_width_multiplier != 0 && result->head_vh.defined()) {
+      result->head_vh = result->head_vh / config.logits_width_multiplier;
+    }
+  }
+  loader.finish();
+  result->inverse_frequencies = at::tensor(config.rope.inverse_frequencies, at::kFloat).to(options.device);
+  return Target(std::move(result));
+}
+
+TargetStates Target::forward(const TargetRequest& request) const {
+  const at::NoGradGuard no_grad;
+  const Weights& w = *weights_;
+  const TargetConfig& config = w.config;
+  const auto layers_loaded = static_cast<int64_t>(w.layers.size());
+  SF_CHECK(request.input_ids_bt.dim() == 2, "input_ids has {} axes, [b, t] expected", request.input_ids_bt.dim());
+  const bool to_the_end = request.last_state || request.logits;
+  SF_CHECK(!to_the_end || w.final_norm_h.defined(), "the last state needs all {} layers", config.num_hidden_layers);
+  SF_CHECK(!request.logits || w.head_vh.defined(), "logits need the head, which was not loaded");
+  int64_t layers_run = to_the_end ? config.num_hidden_layers : 0;
+  for (const int64_t id : request.layer_ids) {
+    SF_CHECK(id >= 0 && id < layers_loaded, "layer {} of {} loaded", id, layers_loaded);
+    layers_run = std::max(layers_run, id + 1);
+  }
+  const int64_t b = request.input_ids_bt.size(0);
+  const int64_t t = request.input_ids_bt.size(1);
+  const int64_t d = config.head_dim;
+  const int64_t n = config.num_attention_heads;
+  const int64_t m = config.num_key_value_heads;
+  if (request.input_ids_bt.numel() > 0) {
+    const int64_t low = request.input_ids_bt.min().item<int64_t>();
+    const int64_t high = request.input_ids_bt.max().item<int64_t>();
+    if (low < 0 || high >= config.vocab_size) {
+      throw Error(ExitCode::kData, format("token id {}, but the target has the tokens 0 to {}", low < 0 ? low : high, config.vocab_size - 1));
+    }
+  }
+
+  TargetStates states;
+  states.layers_bth.resize(request.layer_ids.size());
+  at::Tensor x_bth = at::embedding(w.embedding_vh, request.input_ids_bt.to(w.embedding_vh.device()));
+  // Angles in float32; cos and sin are rounded once, to the type of computation.
+  const at::Tensor positions = at::arange(t, w.inverse_frequencies.options());
+  const at::Tensor half_tr = at::outer(positions, w.inverse_frequencies);
+  const at::Tensor angles_tr = at::cat({half_tr, half_tr}, -1);
+  const at::Tensor cos_tr = (angles_tr.cos() * config.rope.attention_scaling).to(x_bth.scalar_type());
+  const at::Tensor sin_tr = (angles_tr.sin() * config.rope.attention_scaling).to(x_bth.scalar_type());
+  const auto optional = [](const at::Tensor& tensor) {
+    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+  };
+
+  for (int64_t i = 0; i < layers_run; ++i) {
+    const Layer& layer = w.layers[static_cast<size_t>(i)];
+    const at::Tensor attention_in = rms_norm(x_bth, layer.input_norm_h, config.rms_norm_eps);
+    const at::Tensor qkv = at::linear(attention_in, layer.qkv_weight, optional(layer.qkv_bias)).view({b, t, n + 2 * m, d});
+    at::Tensor query = qkv.narrow(2, 0, n);
+    at::Tensor key = qkv.narrow(2, n, m);
+    const at::Tensor value = qkv.narrow(2, n + m, m).transpose(1, 2);
+    if (config.query_key_norm) {
+      query = rms_norm(query, layer.query_norm_d, config.rms_norm_eps);
+      key = rms_norm(key, layer.key_norm_d, config.rms_norm_eps);
+    }
+    query = rotate(query.transpose(1, 2), cos_tr, sin_tr);
+    key = rotate(key.transpose(1, 2), cos_tr, sin_tr);
+    // Query head q reads key-value head q / (n / m).
+    const auto for_all_heads = [&](const at::Tensor& x_bmtd) {
+      return n == m ? x_bmtd : x_bmtd.unsqueeze(2).expand({b, m, n / m, t, d}).reshape({b, n, t, d});
+    };
+    const at::Tensor attended = at::scaled_dot_product_attention(query, for_all_heads(key), for_all_heads(value), /*attn_mask=*/{},
+                                                                 /*dropout_p=*/0.0, /*is_causal=*/true);
+    x_bth = x_bth + at::linear(attended.transpose(1, 2).reshape({b, t, n * d}), layer.output_weight, optional(layer.output_bias));
+    const at::Tensor mlp_in = rms_norm(x_bth, layer.post_norm_h, config.rms_norm_eps);
+    const at::Tensor gate_up = at::linear(mlp_in, layer.gate_up_weight, optional(layer.gate_up_bias));
+    const at::Tensor active = at::silu(gate_up.narrow(-1, 0, config.intermediate_size))
+                                  .mul_(gate_up.narrow(-1, config.intermediate_size, config.intermediate_size));
+    x_bth = x_bth + at::linear(active, layer.down_weight, optional(layer.down_bias));
+    for (size_t j = 0; j < request.layer_ids.size(); ++j) {
+      if (request.layer_ids[j] == i) states.layers_bth[j] = x_bth;
+    }
+  }
+  if (to_the_end) {
+    at::Tensor last = rms_norm(x_bth, w.final_norm_h, config.rms_norm_eps);
+    if (request.logits) states.logits_btv = at::linear(last, w.head_vh);
+    if (request.last_state) states.last_state_bth = std::move(last);
+  }
+  return states;
+}
+
+}  // namespace sf
