@@ -1,0 +1,340 @@
+#include "core/checkpoint/format.hpp"
+
+#include "core/base/error.hpp"
+#include "core/base/text.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <set>
+
+namespace sf {
+namespace {
+
+constexpr size_t kHeaderAlignment = 64;  // a cache line: mapped tensors start aligned for any vector load
+constexpr std::string_view kStepPrefix = "step-";
+
+int64_t elements(const std::vector<int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
+}
+
+std::vector<int64_t> ints_of(const Json& json) {
+  std::vector<int64_t> out;
+  for (const Json& item : json.items()) {
+    out.push_back(item.as_int());
+  }
+  return out;
+}
+
+uint64_t size_of(const Json& json) {
+  const int64_t value = json.as_int();
+  if (value < 0) {
+    throw JsonError(format("{} is negative", value));
+  }
+  return static_cast<uint64_t>(value);
+}
+
+Json texts_of(const std::map<std::string, std::string>& map) {
+  Json out = Json::object();
+  for (const auto& [key, value] : map) {
+    out.set(key, value);
+  }
+  return out;
+}
+
+std::map<std::string, std::string> map_of(const Json& json) {
+  std::map<std::string, std::string> out;
+  for (const auto& [key, value] : json.entries()) {
+    out[key] = value.as_string();
+  }
+  return out;
+}
+
+// Whether two boxes of the same rank share an element.
+bool overlap(const SavedSlice& a, const SavedSlice& b) {
+  for (size_t i = 0; i < a.shape.size(); ++i) {
+    if (a.start[i] >= b.start[i] + b.shape[i] || b.start[i] >= a.start[i] + a.shape[i]) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string step_folder_name(int64_t step) {
+  char text[32];
+  std::snprintf(text, sizeof text, "step-%08lld", static_cast<long long>(step));
+  return text;
+}
+
+std::optional<int64_t> step_of_folder_name(std::string_view name) {
+  if (!name.starts_with(kStepPrefix)) {
+    return std::nullopt;
+  }
+  name.remove_prefix(kStepPrefix.size());
+  if (name.size() < 8 || name.size() > 18 || !std::all_of(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; })) {
+    return std::nullopt;
+  }
+  return std::stoll(std::string(name));
+}
+
+std::string rank_file_name(int rank) {
+  char text[40];
+  std::snprintf(text, sizeof text, "rank%05d.safetensors", rank);
+  return text;
+}
+
+uint64_t dtype_bytes(std::string_view dtype) {
+  if (dtype == "F64" || dtype == "I64" || dtype == "U64") return 8;
+  if (dtype == "F32" || dtype == "I32" || dtype == "U32") return 4;
+  if (dtype == "BF16" || dtype == "F16" || dtype == "I16" || dtype == "U16") return 2;
+  if (dtype == "U8" || dtype == "I8" || dtype == "BOOL" || dtype == "F8_E4M3" || dtype == "F8_E5M2") return 1;
+  return 0;
+}
+
+void CheckpointIndex::merge(const CheckpointIndex& other) {
+  SF_CHECK(step == other.step, "merging the indexes of steps {} and {}", step, other.step);
+  for (const auto& [name, file] : other.files) {
+    SF_CHECK(files.emplace(name, file).second, "two ranks wrote {}", name);
+  }
+  for (const auto& [name, tensor] : other.tensors) {
+    auto [mine, added] = tensors.emplace(name, tensor);
+    if (!added) {
+      SF_CHECK(mine->second.dtype == tensor.dtype && mine->second.shape == tensor.shape,
+               "ranks disagree about {}: {} {} and {} {}", name, mine->second.dtype, mine->second.shape, tensor.dtype, tensor.shape);
+      mine->second.slices.insert(mine->second.slices.end(), tensor.slices.begin(), tensor.slices.end());
+    }
+  }
+}
+
+void CheckpointIndex::check_cover() const {
+  for (const auto& [name, tensor] : tensors) {
+    int64_t covered = 0;
+    for (size_t i = 0; i < tensor.slices.size(); ++i) {
+      const SavedSlice& slice = tensor.slices[i];
+      const uint64_t wanted = static_cast<uint64_t>(elements(slice.shape)) * dtype_bytes(tensor.dtype);
+      bool inside = slice.start.size() == tensor.shape.size() && slice.shape.size() == tensor.shape.size() && slice.bytes == wanted;
+      for (size_t axis = 0; inside && axis < tensor.shape.size(); ++axis) {
+        inside = slice.start[axis] >= 0 && slice.shape[axis] >= 0 && slice.start[axis] + slice.shape[axis] <= tensor.shape[axis];
+      }
+      const auto file = files.find(slice.file);
+      if (!inside || file == files.end() || slice.offset + slice.bytes > file->second.bytes) {
+        throw Error(ExitCode::kCheckpoint, format("slice {} of \"{}\" does not fit its tensor or its file", i, name));
+      }
+      covered += elements(slice.shape);
+      for (size_t k = 0; k < i; ++k) {
+        if (elements(slice.shape) > 0 && elements(tensor.slices[k].shape) > 0 && overlap(slice, tensor.slices[k])) {
+          throw Error(ExitCode::kCheckpoint, format("slices {} and {} of \"{}\" overlap", k, i, name));
+        }
+      }
+    }
+    if (covered != elements(tensor.shape)) {
+      throw Error(ExitCode::kCheckpoint, format("the slices of \"{}\" hold {} of {} elements", name, covered, elements(tensor.shape)),
+                  "the file of a rank is missing");
+    }
+  }
+}
+
+Json CheckpointIndex::to_json() const {
+  Json out = Json::object({{"format", "sf-checkpoint"}, {"version", kCheckpointVersion}, {"step", step}, {"world_size", world_size}});
+  Json files_json = Json::object();
+  for (const auto& [name, file] : files) {
+    Json entry = Json::object({{"bytes", file.bytes}});
+    if (file.header_bytes != 0) {
+      entry.set("header_bytes", file.header_bytes);
+    }
+    files_json.set(name, entry.set("sha256", file.sha256));
+  }
+  Json tensors_json = Json::object();
+  for (const auto& [name, tensor] : tensors) {
+    Json slices = Json::array();
+    for (const SavedSlice& slice : tensor.slices) {
+      slices.push_back(Json::object({{"file", slice.file},
+                                     {"offset", slice.offset},
+                                     {"bytes", slice.bytes},
+                                     {"start", Json::array_of(slice.start)},
+                                     {"shape", Json::array_of(slice.shape)},
+                                     {"sha256", slice.sha256}}));
+    }
+    tensors_json.set(name, Json::object({{"dtype", tensor.dtype}, {"shape", Json::array_of(tensor.shape)}, {"slices", slices}}));
+  }
+  return out.set("files", files_json).set("tensors", tensors_json);
+}
+
+CheckpointIndex CheckpointIndex::from_json(const Json& json, const std::string& source) {
+  try {
+    if (json.at("format").as_string() != "sf-checkpoint") {
+      throw Error(ExitCode::kCheckpoint, format("{}: format \"{}\", expected \"sf-checkpoint\"", source, json.at("format").as_string()));
+    }
+    if (json.at("version").as_int() > kCheckpointVersion) {
+      throw Error(ExitCode::kCheckpoint,
+                  format("{}: version {}, this program reads up to {}", source, json.at("version").as_int(), kCheckpointVersion),
+                  "resume with the version that wrote it, or a newer one");
+    }
+    CheckpointIndex out;
+    out.step = json.at("step").as_int();
+    out.world_size = static_cast<int>(json.at("world_size").as_int());
+    for (const auto& [name, entry] : json.at("files").entries()) {
+      if (name.empty() || name.find('/') != std::string::npos) {
+        throw Error(ExitCode::kCheckpoint, format("{}: file name \"{}\" leaves the checkpoint's folder", source, name));
+      }
+      const Json* header = entry.find("header_bytes");
+      out.files[name] = {.bytes = size_of(entry.at("bytes")),
+                         .header_bytes = header != nullptr ? size_of(*header) : 0,
+                         .sha256 = entry.at("sha256").as_string()};
+    }
+    for (const auto& [name, entry] : json.at("tensors").entries()) {
+      SavedTensor& tensor = out.tensors[name];
+      tensor.dtype = entry.at("dtype").as_string();
+      tensor.shape = ints_of(entry.at("shape"));
+      for (const Json& slice : entry.at("slices").items()) {
+        tensor.slices.push_back({.file = slice.at("file").as_string(),
+                                 .offset = size_of(slice.at("offset")),
+                                 .bytes = size_of(slice.at("bytes")),
+                                 .start = ints_of(slice.at("start")),
+                                 .shape = ints_of(slice.at("shape")),
+                                 .sha256 = slice.at("sha256").as_string()});
+      }
+    }
+    out.check_cover();
+    return out;
+  } catch (const JsonError& error) {
+    throw Error(ExitCode::kCheckpoint, format("{} is not a checkpoint's index: {}", source, error.what()));
+  }
+}
+
+RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors) {
+  std::set<std::string_view> names;
+  for (const TensorSlice& tensor : tensors) {
+    const std::vector<int64_t>& shape = tensor.shape.empty() ? tensor.global_shape : tensor.shape;
+    SF_CHECK(!tensor.name.empty() && tensor.name != "__metadata__" && names.insert(tensor.name).second,
+             "tensor name \"{}\" is empty or there twice", tensor.name);
+    SF_CHECK(dtype_bytes(tensor.dtype) != 0, "{}: unknown dtype \"{}\"", tensor.name, tensor.dtype);
+    SF_CHECK(shape.size() == tensor.global_shape.size() && (tensor.start.empty() || tensor.start.size() == shape.size()),
+             "{}: slice {} of a tensor {}", tensor.name, shape, tensor.global_shape);
+    SF_CHECK(static_cast<uint64_t>(elements(shape)) * dtype_bytes(tensor.dtype) == tensor.bytes, "{}: {} bytes for {} {}", tensor.name,
+             tensor.bytes, tensor.dtype, shape);
+    SF_CHECK(tensor.data != nullptr || tensor.bytes == 0, "{}: no data", tensor.name);
+  }
+  RankFileLayout out;
+  out.order.resize(tensors.size());
+  std::iota(out.order.begin(), out.order.end(), size_t{0});
+  std::stable_sort(out.order.begin(), out.order.end(),
+                   [&](size_t a, size_t b) { return dtype_bytes(tensors[a].dtype) > dtype_bytes(tensors[b].dtype); });
+  Json header = Json::object({{"__metadata__", Json::object({{"format", "pt"}})}});
+  uint64_t offset = 0;
+  out.offsets.resize(tensors.size());
+  for (const size_t i : out.order) {
+    const TensorSlice& tensor = tensors[i];
+    header.set(tensor.name, Json::object({{"dtype", tensor.dtype},
+                                          {"shape", Json::array_of(tensor.shape.empty() ? tensor.global_shape : tensor.shape)},
+                                          {"data_offsets", Json::array_of(std::vector<uint64_t>{offset, offset + tensor.bytes})}}));
+    out.offsets[i] = offset;
+    offset += tensor.bytes;
+  }
+  std::string text = header.dump();
+  const size_t padded = (8 + text.size() + kHeaderAlignment - 1) / kHeaderAlignment * kHeaderAlignment;
+  text.resize(padded - 8, ' ');
+  const uint64_t length = text.size();
+  out.header.resize(8);
+  std::memcpy(out.header.data(), &length, 8);  // little endian, as the format wants and as this machine is
+  out.header += text;
+  for (uint64_t& place : out.offsets) {
+    place += out.header.size();
+  }
+  out.bytes = out.header.size() + offset;
+  return out;
+}
+
+Json RunState::to_json() const {
+  Json plugins_json = Json::array();
+  for (const PluginStamp& plugin : plugins) {
+    plugins_json.push_back(Json::object({{"name", plugin.name}, {"version", plugin.version}, {"sha256", plugin.sha256}}));
+  }
+  return Json::object({{"run_id", run_id},
+                       {"step", step},
+                       {"position", position},
+                       {"epoch", epoch},
+                       {"seed", std::to_string(seed)},  // text: all 64 bits, whatever reads it
+                       {"total_steps", total_steps},
+                       {"schedule", schedule},
+                       {"target_fingerprint", target_fingerprint},
+                       {"features_fingerprint", features_fingerprint},
+                       {"versions", texts_of(versions)},
+                       {"plugins", plugins_json},
+                       {"fixed", texts_of(fixed)},
+                       {"progress", progress},
+                       {"draft_config", draft_config},
+                       {"recipe", recipe}});
+}
+
+RunState RunState::from_json(const Json& json, const std::string& source) {
+  try {
+    RunState out;
+    out.run_id = json.at("run_id").as_string();
+    out.step = json.at("step").as_int();
+    out.position = json.at("position").as_int();
+    out.epoch = json.at("epoch").as_int();
+    out.seed = std::stoull(json.at("seed").as_string());
+    out.total_steps = json.at("total_steps").as_int();
+    out.schedule = json.at("schedule").as_string();
+    out.recipe = json.at("recipe").as_string();
+    out.draft_config = json.at("draft_config").as_string();
+    out.target_fingerprint = json.at("target_fingerprint").as_string();
+    out.features_fingerprint = json.at("features_fingerprint").as_string();
+    out.versions = map_of(json.at("versions"));
+    for (const Json& plugin : json.at("plugins").items()) {
+      out.plugins.push_back({plugin.at("name").as_string(), plugin.at("version").as_string(), plugin.at("sha256").as_string()});
+    }
+    out.fixed = map_of(json.at("fixed"));
+    out.progress = json.at("progress");
+    return out;
+  } catch (const std::logic_error& error) {  // stoull
+    throw Error(ExitCode::kCheckpoint, format("{}: the seed is not a number", source));
+  } catch (const JsonError& error) {
+    throw Error(ExitCode::kCheckpoint, format("{} is not the state of a run: {}", source, error.what()));
+  }
+}
+
+Continuation compare_runs(const RunState& saved, const RunState& now) {
+  Continuation out;
+  const auto differ = [&](std::string_view what, const auto& before, const auto& after, std::string_view why) {
+    if (!(before == after)) {
+      out.errors.push_back(format("{}: the checkpoint has {}, this run {} ({})", what, before, after, why));
+    }
+  };
+  differ("seed", saved.seed, now.seed, "samples would come in another order");
+  differ("features", saved.features_fingerprint, now.features_fingerprint, "the run would go on with other samples");
+  differ("target", saved.target_fingerprint, now.target_fingerprint, "embedding and head would be another model's");
+  differ("schedule", saved.schedule, now.schedule, "the learning rate would jump");
+  differ("total steps", saved.total_steps, now.total_steps, "the learning rate would jump");
+  for (const auto& [key, before] : saved.fixed) {
+    const auto after = now.fixed.find(key);
+    differ(key, before, after != now.fixed.end() ? after->second : std::string("nothing"), "it may not change within a run");
+  }
+  for (const auto& [key, after] : now.fixed) {
+    if (!saved.fixed.contains(key)) {
+      out.errors.push_back(format("{}: the checkpoint does not say, this run has {} (it may not change within a run)", key, after));
+    }
+  }
+  for (const auto& [key, before] : saved.versions) {
+    const auto after = now.versions.find(key);
+    if (after != now.versions.end() && after->second != before) {
+      out.warnings.push_back(format("{}: the checkpoint was written with {}, this is {}", key, before, after->second));
+    }
+  }
+  for (const PluginStamp& plugin : now.plugins) {
+    const auto before = std::find_if(saved.plugins.begin(), saved.plugins.end(), [&](const PluginStamp& p) { return p.name == plugin.name; });
+    if (before == saved.plugins.end()) {
+      out.warnings.push_back(format("plugin '{}' was not part of the run that wrote the checkpoint", plugin.name));
+    } else if (before->sha256 != plugin.sha256) {
+      out.warnings.push_back(format("plugin '{}' is another build than the one that wrote the checkpoint (version {}, now {})", plugin.name,
+                                    before->version, plugin.version));
+    }
+  }
+  return out;
+}
+
+}  // namespace sf

@@ -1,0 +1,147 @@
+#include "core/checkpoint/retention.hpp"
+
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+#include "core/base/text.hpp"
+#include "core/checkpoint/format.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <system_error>
+
+namespace sf {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr const char* kBestFile = "best.json";
+constexpr const char* kLatestLink = "latest";
+
+// Steps with a committed folder, newest first.
+std::vector<int64_t> committed_steps(const fs::path& run_folder) {
+  std::vector<int64_t> steps;
+  std::error_code missing;
+  for (const auto& entry : fs::directory_iterator(run_folder, missing)) {
+    const std::optional<int64_t> step = step_of_folder_name(entry.path().filename().string());
+    if (step && fs::exists(entry.path() / kMarkerFile)) {
+      steps.push_back(*step);
+    }
+  }
+  std::sort(steps.rbegin(), steps.rend());
+  return steps;
+}
+
+}  // namespace
+
+std::optional<BestRecord> read_best(const fs::path& run_folder) {
+  const fs::path file = run_folder / kBestFile;
+  if (!fs::exists(file)) {
+    return std::nullopt;
+  }
+  try {
+    const Json json = Json::parse(read_file(file, ExitCode::kCheckpoint), file.string());
+    BestRecord record{.step = json.at("step").as_int(),
+                      .score = json.at("score").as_double(),
+                      .metric = json.at("metric").as_string(),
+                      .metrics = json.at("metrics")};
+    if (!fs::exists(run_folder / step_folder_name(record.step) / kMarkerFile)) {
+      return std::nullopt;
+    }
+    return record;
+  } catch (const JsonError& error) {
+    throw Error(ExitCode::kCheckpoint, format("{} is not readable: {}", file, error.what()), "delete this file; it is written again with the next best step");
+  }
+}
+
+bool offer_best(const fs::path& run_folder, const BestRecord& record) {
+  if (!std::isfinite(record.score)) {
+    return false;
+  }
+  const std::optional<BestRecord> before = read_best(run_folder);
+  if (before && before->score >= record.score) {
+    return false;
+  }
+  const Json json = Json::object({{"step", record.step},
+                                  {"folder", step_folder_name(record.step)},
+                                  {"metric", record.metric},
+                                  {"score", record.score},
+                                  {"metrics", record.metrics}});
+  atomic_write(run_folder / kBestFile, json.dump(2) + "\n", ExitCode::kCheckpoint);
+  return true;
+}
+
+std::vector<int64_t> rotate_checkpoints(const fs::path& run_folder, int64_t keep, int64_t just_saved) {
+  std::vector<int64_t> removed;
+  if (keep <= 0) {
+    return removed;
+  }
+  const std::optional<BestRecord> best = read_best(run_folder);
+  const std::vector<int64_t> steps = committed_steps(run_folder);
+  for (size_t i = static_cast<size_t>(keep); i < steps.size(); ++i) {
+    if (steps[i] != just_saved && !(best && best->step == steps[i])) {
+      remove_folder(run_folder / step_folder_name(steps[i]));
+      removed.push_back(steps[i]);
+    }
+  }
+  return removed;
+}
+
+std::vector<int64_t> discard_newer_than(const fs::path& run_folder, int64_t step) {
+  std::vector<int64_t> removed;
+  const std::optional<BestRecord> best = read_best(run_folder);
+  if (best && best->step > step) {
+    fs::remove(run_folder / kBestFile);
+  }
+  for (const int64_t found : committed_steps(run_folder)) {
+    if (found > step) {
+      remove_folder(run_folder / step_folder_name(found));
+      removed.push_back(found);
+    }
+  }
+  return removed;
+}
+
+void point_latest(const fs::path& run_folder, const fs::path& step_folder) {
+  const fs::path link = run_folder / kLatestLink;
+  const fs::path partial = run_folder / ".partial-latest";
+  std::error_code error;
+  fs::remove(partial, error);
+  fs::create_directory_symlink(step_folder.filename(), partial, error);
+  if (!error) {
+    fs::rename(partial, link, error);
+  }
+  if (error) {
+    throw Error(ExitCode::kCheckpoint, format("{}: {}", link, error.message()), "is there something else of this name?");
+  }
+}
+
+void remove_folder(const fs::path& folder) {
+  fs::path removed = folder.parent_path() / (".removed-" + folder.filename().string());
+  std::error_code error;
+  fs::remove_all(removed, error);
+  fs::rename(folder, removed, error);
+  if (!error) {
+    fs::remove_all(removed, error);
+  }
+  if (error) {
+    throw Error(ExitCode::kCheckpoint, format("deleting {}: {}", folder, error.message()), "check the permissions of its folder");
+  }
+}
+
+void remove_leftovers(const fs::path& run_folder) {
+  std::error_code error;
+  std::vector<fs::path> leftovers;
+  for (const auto& entry : fs::directory_iterator(run_folder, error)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(".partial-") || name.starts_with(".removed-") || name.find(".partial-") != std::string::npos) {
+      leftovers.push_back(entry.path());
+    }
+  }
+  for (const fs::path& path : leftovers) {
+    fs::remove_all(path, error);
+    if (error) {
+      throw Error(ExitCode::kCheckpoint, format("deleting {}: {}", path, error.message()), "check the permissions of its folder");
+    }
+  }
+}
+
+}  // namespace sf

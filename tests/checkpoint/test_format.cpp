@@ -1,0 +1,233 @@
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+#include "core/base/text.hpp"
+#include "tests/checkpoint/fixture.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+namespace sf {
+namespace {
+
+using test::checkpoint_error;
+using test::SmallRun;
+using test::TempFolder;
+namespace fs = std::filesystem;
+
+fs::path save(const fs::path& run_folder, int64_t step, int64_t rows = 5) {
+  SyncWriter writer;
+  CheckpointSaver saver(run_folder, writer.writer());
+  const SmallRun run(step, rows);
+  saver.start(run.request());
+  REQUIRE(saver.last_committed().has_value());
+  return *saver.last_committed();
+}
+
+TEST_CASE("checkpoint: what was saved is what is read, state and texts included") {
+  TempFolder folder;
+  const fs::path step = save(folder.path(), 30);
+  CHECK(step == folder.path() / "step-00000030");
+  const CheckpointReader reader = CheckpointReader::open(step);
+  CHECK(test::holds_its_step(reader));
+  CHECK(reader.state().seed == 0xfedcba9876543210);
+  CHECK(reader.text("recipe.toml") == "run_id = \"small\"\n");
+  CHECK(reader.text("nothing.txt").empty());
+  CHECK(test::names_in(step) ==
+        std::vector<std::string>{"COMMITTED", "index.json", "rank00000.safetensors", "recipe.toml", "state.json"});
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000030"});
+  CHECK(fs::canonical(folder.path() / "latest") == fs::canonical(step));
+}
+
+TEST_CASE("checkpoint: saving a step again replaces it") {
+  TempFolder folder;
+  save(folder.path(), 30, 5);
+  const fs::path step = save(folder.path(), 30, 7);
+  CHECK(test::holds_its_step(CheckpointReader::open(step), 7));
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000030"});
+}
+
+TEST_CASE("checkpoint: names of steps sort as the steps do and read back") {
+  CHECK(step_folder_name(100) == "step-00000100");
+  CHECK(step_of_folder_name("step-00000100") == 100);
+  CHECK(step_of_folder_name(step_folder_name(1234567890)) == 1234567890);
+  for (const char* other : {"step-100", "step-0000010x", "latest", "step-", "step--0000001", ".partial-step-00000100"}) {
+    CAPTURE(other);
+    CHECK_FALSE(step_of_folder_name(other).has_value());
+  }
+}
+
+TEST_CASE("checkpoint: wide dtypes come first and the data starts aligned") {
+  const SmallRun run(1);
+  const std::vector<TensorSlice> tensors = run.tensors();
+  const RankFileLayout layout = lay_out_rank_file(tensors);
+  CHECK(layout.order == std::vector<size_t>{2, 1, 0});  // I64, F32, BF16
+  CHECK(layout.header.size() % 64 == 0);
+  CHECK(layout.offsets[2] == layout.header.size());
+  CHECK(layout.offsets[1] == layout.header.size() + 8);
+  CHECK(layout.offsets[0] == layout.header.size() + 8 + 60);
+  CHECK(layout.bytes == layout.header.size() + 8 + 60 + 30);
+}
+
+TEST_CASE("checkpoint: slices that contradict themselves are our mistake") {
+  const float values[4] = {};
+  const TensorSlice good{.name = "a", .dtype = "F32", .global_shape = {4}, .data = values, .bytes = 16};
+  CHECK_NOTHROW((void)lay_out_rank_file(std::vector{good}));
+  TensorSlice short_one = good, odd_dtype = good, no_data = good;
+  short_one.bytes = 12;
+  odd_dtype.dtype = "float32";
+  no_data.data = nullptr;
+  for (const std::vector<TensorSlice>& bad : {std::vector{short_one}, std::vector{odd_dtype}, std::vector{no_data}, std::vector{good, good}}) {
+    CHECK_THROWS_AS((void)lay_out_rank_file(bad), Error);
+  }
+}
+
+// A [4, 6] matrix in two halves by two ranks, as a sharded run would leave it.
+fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write) {
+  const fs::path partial = make_partial_folder(run_folder, 7);
+  CheckpointIndex index;
+  index.step = 7;
+  index.world_size = 2;
+  for (int rank = 0; rank < ranks_that_write; ++rank) {
+    std::vector<float> half;  // rows 2*rank and 2*rank+1
+    for (int i = 0; i < 12; ++i) {
+      half.push_back(static_cast<float>(rank * 12 + i));
+    }
+    SyncWriter writer;
+    RankSave save({.writer = writer.writer(),
+                   .folder = partial,
+                   .step = 7,
+                   .rank = rank,
+                   .world_size = 2,
+                   .tensors = {{.name = "m", .dtype = "F32", .global_shape = {4, 6}, .start = {rank * 2, 0}, .shape = {2, 6}, .data = half.data(), .bytes = 48}},
+                   .keep_alive = nullptr});
+    save.wait();
+    index.merge(save.index());
+  }
+  return commit_checkpoint(run_folder, 7, index, SmallRun(7).state(), {});
+}
+
+TEST_CASE("checkpoint: any part of a tensor can be read, whichever ranks wrote it") {
+  TempFolder folder;
+  const CheckpointReader reader = CheckpointReader::open(save_by_two_ranks(folder.path(), 2));
+  CHECK(reader.index().world_size == 2);
+  CHECK(reader.tensor("m").slices.size() == 2);
+  std::vector<float> whole(24);
+  reader.read("m", std::as_writable_bytes(std::span(whole)));
+  for (int i = 0; i < 24; ++i) {
+    CHECK(whole[static_cast<size_t>(i)] == static_cast<float>(i));
+  }
+  std::vector<float> box(4);  // rows 1..2, columns 3..4: across both ranks
+  reader.read("m", std::as_writable_bytes(std::span(box)), {1, 3}, {2, 2});
+  CHECK(box == std::vector<float>{9, 10, 15, 16});
+}
+
+TEST_CASE("checkpoint: a rank that did not write its part stops the commit") {
+  TempFolder folder;
+  CHECK(checkpoint_error([&] { save_by_two_ranks(folder.path(), 1); }).find("hold 12 of 24 elements") != std::string::npos);
+  CHECK_FALSE(fs::exists(folder.path() / "step-00000007"));
+}
+
+TEST_CASE("checkpoint: overlapping slices are refused") {
+  CheckpointIndex index;
+  index.files["f"] = {.bytes = 1000, .header_bytes = 64, .sha256 = ""};
+  index.tensors["m"] = {.dtype = "F32",
+                        .shape = {4},
+                        .slices = {{.file = "f", .offset = 64, .bytes = 8, .start = {0}, .shape = {2}, .sha256 = ""},
+                                   {.file = "f", .offset = 72, .bytes = 8, .start = {1}, .shape = {2}, .sha256 = ""}}};
+  CHECK(checkpoint_error([&] { index.check_cover(); }).find("overlap") != std::string::npos);
+}
+
+struct Damage {
+  const char* name;
+  const char* file;
+  int change;            // 0 flip a byte at `at`, 1 cut to `at` bytes, 2 delete
+  int at;                // negative: from the end
+  const char* expected;  // in the message
+};
+
+TEST_CASE("checkpoint: every kind of damage is found and named") {
+  const Damage cases[] = {
+      {"last byte of a tensor", "rank00000.safetensors", 0, -1, "\"moments/fc\" in rank00000.safetensors has changed"},
+      {"first byte of a tensor", "rank00000.safetensors", 0, -98, "\"counter\" in rank00000.safetensors has changed"},
+      {"header", "rank00000.safetensors", 0, 20, "header of rank00000.safetensors has changed"},
+      {"tensors cut", "rank00000.safetensors", 1, -1, "bytes, expected"},
+      {"tensors gone", "rank00000.safetensors", 2, 0, "rank00000.safetensors is missing"},
+      {"state", "state.json", 0, 30, "state.json has changed"},
+      {"text gone", "recipe.toml", 2, 0, "recipe.toml is missing"},
+      {"index", "index.json", 0, 30, "index.json is not the one that COMMITTED names"},
+      {"index gone", "index.json", 2, 0, "index.json is missing"},
+      {"marker gone", "COMMITTED", 2, 0, "has no COMMITTED"},
+      {"marker empty", "COMMITTED", 1, 0, "index.json is not the one that COMMITTED names"},
+  };
+  for (const Damage& damage : cases) {
+    CAPTURE(damage.name);
+    TempFolder folder;
+    const fs::path file = save(folder.path(), 3) / damage.file;
+    const auto size = static_cast<int>(fs::file_size(file));
+    const int at = damage.at < 0 ? size + damage.at : damage.at;
+    if (damage.change == 0) {
+      std::fstream stream(file, std::ios::in | std::ios::out | std::ios::binary);
+      stream.seekg(at);
+      const int byte = stream.get();
+      stream.seekp(at);
+      stream.put(static_cast<char>(byte ^ 1));
+    } else if (damage.change == 1) {
+      fs::resize_file(file, static_cast<uintmax_t>(at));
+    } else {
+      fs::remove(file);
+    }
+    const std::string message = checkpoint_error([&] { (void)CheckpointReader::open(file.parent_path()); });
+    CHECK_MESSAGE(message.find(damage.expected) != std::string::npos, message);
+  }
+}
+
+TEST_CASE("checkpoint: an index of a newer version, or one that leaves its folder, is refused") {
+  Json json = CheckpointIndex{}.to_json();
+  CHECK_NOTHROW((void)CheckpointIndex::from_json(json, "index"));
+  json.set("version", kCheckpointVersion + 1);
+  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(json, "index"); }).find("this program reads up to") != std::string::npos);
+  CheckpointIndex outside;
+  outside.files["../secret"] = {.bytes = 1, .header_bytes = 0, .sha256 = ""};
+  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(outside.to_json(), "index"); }).find("leaves") != std::string::npos);
+  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(Json::array(), "index"); }).find("not a checkpoint's index") != std::string::npos);
+}
+
+TEST_CASE("checkpoint: a tensor that is not there is an error that names it") {
+  TempFolder folder;
+  const CheckpointReader reader = CheckpointReader::open(save(folder.path(), 3));
+  CHECK(checkpoint_error([&] { (void)reader.tensor("weights/missing"); }).find("no tensor \"weights/missing\"") != std::string::npos);
+}
+
+TEST_CASE("checkpoint: a run that differs is not a continuation, and every difference is named at once") {
+  const RunState saved = SmallRun(5).state();
+  CHECK(compare_runs(saved, saved).errors.empty());
+  CHECK(compare_runs(saved, saved).warnings.empty());
+  RunState now = saved;
+  now.seed = 1;
+  now.features_fingerprint = "other";
+  now.total_steps = 200;
+  now.fixed["training.batch_size"] = "8";
+  now.versions["sf"] = "0.2.0";
+  now.plugins[0].sha256 = "bb";
+  const Continuation result = compare_runs(saved, now);
+  REQUIRE(result.errors.size() == 4);
+  CHECK(result.errors[3].find("training.batch_size: the checkpoint has 4, this run 8") != std::string::npos);
+  CHECK(result.warnings.size() == 2);
+  now = saved;
+  now.fixed.clear();
+  CHECK(compare_runs(saved, now).errors.size() == 1);
+  CHECK(compare_runs(now, saved).errors.size() == 1);
+}
+
+// Leaves a checkpoint behind for read_with_safetensors.py, which names the folder; nothing otherwise.
+TEST_CASE("checkpoint: written for another reader") {
+  if (const char* folder = std::getenv("SF_CHECKPOINT_OUT")) {
+    save(folder, 1000);
+  }
+}
+
+}  // namespace
+}  // namespace sf

@@ -1,0 +1,161 @@
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+#include "core/checkpoint/resume.hpp"
+#include "core/checkpoint/retention.hpp"
+#include "tests/checkpoint/fixture.hpp"
+
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <fstream>
+#include <limits>
+
+namespace sf {
+namespace {
+
+using test::checkpoint_error;
+using test::SmallRun;
+using test::TempFolder;
+namespace fs = std::filesystem;
+
+void save_steps(const fs::path& run_folder, const std::vector<int64_t>& steps) {
+  SyncWriter writer;
+  CheckpointSaver saver(run_folder, writer.writer());
+  for (const int64_t step : steps) {
+    const SmallRun run(step);
+    saver.start(run.request());
+  }
+}
+
+std::vector<int64_t> steps_in(const fs::path& run_folder) {
+  std::vector<int64_t> steps;
+  for (const FoundCheckpoint& found : list_checkpoints(run_folder)) {
+    if (found.state == FoundCheckpoint::State::complete) {
+      steps.push_back(found.step);
+    }
+  }
+  return steps;
+}
+
+BestRecord scored(int64_t step, double score) {
+  BestRecord record;
+  record.step = step;
+  record.score = score;
+  record.metric = "acceptance_length";
+  return record;
+}
+
+void spoil(const fs::path& run_folder, int64_t step) {
+  std::fstream file(run_folder / step_folder_name(step) / "rank00000.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-1, std::ios::end);
+  file.put('\x55');
+}
+
+TEST_CASE("retention: the newest stay, and the best one whatever its age") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20, 30, 40, 50});
+  REQUIRE(offer_best(folder.path(), scored(20, 2.5)));
+  CHECK(rotate_checkpoints(folder.path(), 0, 50).empty());
+  CHECK(rotate_checkpoints(folder.path(), 2, 50) == std::vector<int64_t>{30, 10});
+  CHECK(steps_in(folder.path()) == std::vector<int64_t>{50, 40, 20});
+  CHECK(test::names_in(folder.path()) ==
+        std::vector<std::string>{"best.json", "latest", "step-00000020", "step-00000040", "step-00000050"});
+}
+
+TEST_CASE("retention: what was just saved stays even when its number is low") {
+  TempFolder folder;
+  save_steps(folder.path(), {30, 40, 10});
+  CHECK(rotate_checkpoints(folder.path(), 1, 10) == std::vector<int64_t>{30});
+  CHECK(steps_in(folder.path()) == std::vector<int64_t>{40, 10});
+}
+
+TEST_CASE("retention: best is the highest finite score of a step that exists") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20});
+  CHECK_FALSE(read_best(folder.path()).has_value());
+  CHECK_FALSE(offer_best(folder.path(), scored(10, std::numeric_limits<double>::quiet_NaN())));
+  CHECK(offer_best(folder.path(), scored(10, 1.5)));
+  CHECK_FALSE(offer_best(folder.path(), scored(20, 1.5)));
+  CHECK(read_best(folder.path())->step == 10);
+  BestRecord better = scored(20, 1.75);
+  better.metrics.set("loss", 3.5);
+  CHECK(offer_best(folder.path(), better));
+  CHECK(read_best(folder.path())->metrics.at("loss").as_double() == 3.5);
+  remove_folder(folder.path() / step_folder_name(20));
+  CHECK_FALSE(read_best(folder.path()).has_value());
+  CHECK(offer_best(folder.path(), scored(10, 1.25)));  // the better one is gone
+}
+
+TEST_CASE("retention: a run that went on from an older step drops the future that it left") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20, 30});
+  REQUIRE(offer_best(folder.path(), scored(30, 9)));
+  save_steps(folder.path(), {15});
+  CHECK(discard_newer_than(folder.path(), 15) == std::vector<int64_t>{30, 20});
+  CHECK(steps_in(folder.path()) == std::vector<int64_t>{15, 10});
+  CHECK_FALSE(fs::exists(folder.path() / "best.json"));
+}
+
+TEST_CASE("resume: auto takes the newest complete one and passes over a save that was cut short") {
+  TempFolder folder;
+  CHECK_FALSE(open_checkpoint(folder.path(), "auto").has_value());
+  CHECK_FALSE(open_checkpoint(folder.path() / "absent", "auto").has_value());
+  save_steps(folder.path(), {10, 20});
+  fs::create_directory(folder.path() / ".partial-step-00000030");
+  fs::create_directory(folder.path() / "step-00000040");  // no marker
+  const std::vector<FoundCheckpoint> found = list_checkpoints(folder.path());
+  REQUIRE(found.size() == 4);
+  CHECK(found[0].state == FoundCheckpoint::State::unfinished);
+  CHECK(found[1].state == FoundCheckpoint::State::unfinished);
+  CHECK(found[2].state == FoundCheckpoint::State::complete);
+  CHECK(open_checkpoint(folder.path(), "auto")->index().step == 20);
+}
+
+TEST_CASE("resume: best, a step's folder and a run's folder can be named") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20});
+  CHECK(open_checkpoint(folder.path(), "best")->index().step == 20);  // no record yet: the newest
+  REQUIRE(offer_best(folder.path(), scored(10, 3)));
+  CHECK(open_checkpoint(folder.path(), "best")->index().step == 10);
+  CHECK(open_checkpoint("elsewhere", folder.path() / "step-00000010")->index().step == 10);
+  CHECK(open_checkpoint("elsewhere", folder.path().string() + "/step-00000010/")->index().step == 10);
+  CHECK(open_checkpoint("elsewhere", folder.path() / "latest")->index().step == 20);
+  CHECK(open_checkpoint("elsewhere", folder.path())->index().step == 20);
+}
+
+TEST_CASE("resume: a damaged newest one is an error that names the good one before it") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20, 30});
+  spoil(folder.path(), 30);
+  spoil(folder.path(), 20);
+  const std::string message = checkpoint_error([&] { (void)open_checkpoint(folder.path(), "auto"); });
+  CHECK(message.find("step-00000030") != std::string::npos);
+  CHECK(message.find("--resume " + (folder.path() / "step-00000010").string()) != std::string::npos);
+  CHECK(open_checkpoint(folder.path(), folder.path() / "step-00000010")->index().step == 10);
+}
+
+TEST_CASE("resume: naming an unfinished or missing one is an error that names a good one") {
+  TempFolder folder;
+  save_steps(folder.path(), {10});
+  fs::create_directory(folder.path() / "step-00000040");
+  const std::string unfinished = checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000040"); });
+  CHECK(unfinished.find("cut short") != std::string::npos);
+  CHECK(unfinished.find("step-00000010") != std::string::npos);
+  const std::string missing = checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000077"); });
+  CHECK(missing.find("does not exist") != std::string::npos);
+  CHECK(missing.find("step-00000010") != std::string::npos);
+}
+
+TEST_CASE("retention: what killed runs left is swept when the next one starts") {
+  TempFolder folder;
+  save_steps(folder.path(), {10});
+  for (const char* name : {".partial-step-00000020", ".removed-step-00000005"}) {
+    fs::create_directory(folder.path() / name);
+    atomic_write(folder.path() / name / "rank00000.safetensors", "half");
+  }
+  save_steps(folder.path(), {});
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000010"});
+}
+
+}  // namespace
+}  // namespace sf

@@ -1,0 +1,220 @@
+// What a checkpoint must survive: kill -9 at any moment, a full disk, a writer that fails. About 4 s.
+#include "core/base/error.hpp"
+#include "core/checkpoint/resume.hpp"
+#include "core/checkpoint/retention.hpp"
+#include "tests/checkpoint/fixture.hpp"
+
+#include <doctest/doctest.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace sf {
+namespace {
+
+using test::checkpoint_error;
+using test::SmallRun;
+using test::TempFolder;
+namespace fs = std::filesystem;
+
+// Saves step after step, keeps two and offers each as best, until it is killed. Never returns.
+[[noreturn]] void save_forever(const fs::path& run_folder, int64_t first_step, int64_t rows) {
+  try {
+    SyncWriter writer;
+    CheckpointSaver saver(run_folder, writer.writer());
+    for (int64_t step = first_step;; ++step) {
+      const SmallRun run(step, rows);
+      saver.start(run.request());
+      BestRecord record;
+      record.step = step;
+      record.score = static_cast<double>(step % 5);
+      offer_best(run_folder, record);
+      rotate_checkpoints(run_folder, 2, step);
+    }
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "child: %s\n", error.what());
+  }
+  _exit(1);
+}
+
+TEST_CASE("checkpoint: killed at any moment, the newest committed step is whole and never older than the last one seen") {
+  constexpr int64_t kRows = 20000;  // 360 KB: long enough to be killed within
+  TempFolder folder;
+  std::mt19937 random(11);
+  std::uniform_int_distribution<int> delay_ms(3, 90);
+  int64_t newest = 0;
+  int kills_within_a_save = 0;
+  for (int kill_number = 0; kill_number < 30; ++kill_number) {
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+      save_forever(folder.path(), newest + 1, kRows);
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms(random)));
+    REQUIRE(kill(child, SIGKILL) == 0);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    REQUIRE(WIFSIGNALED(status));  // it had not failed by itself
+
+    for (const FoundCheckpoint& found : list_checkpoints(folder.path(), CheckpointReader::Verify::checksums)) {
+      CAPTURE(found.folder.string());
+      CAPTURE(found.why);
+      CHECK(found.state != FoundCheckpoint::State::damaged);
+      kills_within_a_save += found.state == FoundCheckpoint::State::unfinished ? 1 : 0;
+    }
+    const std::optional<CheckpointReader> reader = open_checkpoint(folder.path(), "auto");
+    if (newest > 0) {
+      REQUIRE(reader.has_value());
+    }
+    if (reader) {
+      CHECK(reader->index().step >= newest);
+      CHECK(test::holds_its_step(*reader, kRows));
+      newest = reader->index().step;
+    }
+    CHECK_NOTHROW((void)read_best(folder.path()));
+  }
+  CHECK(newest > 10);
+  CHECK(kills_within_a_save > 3);  // else the kills came at harmless moments and this test shows nothing
+}
+
+// In a child: saves step 1, then a larger step 2 with no room for it, then a small step 3. 0 when step 2 failed as it should.
+int save_without_room(const fs::path& run_folder) {
+  std::signal(SIGXFSZ, SIG_IGN);
+  SyncWriter writer;
+  CheckpointSaver saver(run_folder, writer.writer());
+  const SmallRun first(1, 100), second(2, 20000), third(3, 100);
+  saver.start(first.request());
+  const rlimit limit{.rlim_cur = 100000, .rlim_max = 100000};  // stands for the disk: a write fails in the middle of a file
+  setrlimit(RLIMIT_FSIZE, &limit);
+  const std::string message = checkpoint_error([&] { saver.start(second.request()); });
+  saver.start(third.request());  // the saver is still good for smaller things
+  for (const char* expected : {"saving step 2", "rank00000.safetensors", "free some space"}) {
+    if (message.find(expected) == std::string::npos) {
+      std::fprintf(stderr, "child: no '%s' in: %s\n", expected, message.c_str());
+      return 2;
+    }
+  }
+  return 0;
+}
+
+TEST_CASE("checkpoint: a disk that is full in the middle of a save is an error, and the step before is untouched") {
+  TempFolder folder;
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    int code = 1;
+    try {
+      code = save_without_room(folder.path());
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "child: %s\n", error.what());
+    }
+    _exit(code);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  REQUIRE(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000001", "step-00000003"});  // no torn step 2
+  CHECK(test::holds_its_step(*open_checkpoint(folder.path(), folder.path() / "step-00000001"), 100));
+  CHECK(test::holds_its_step(*open_checkpoint(folder.path(), "auto"), 100));
+}
+
+TEST_CASE("checkpoint: a save that can't fit is refused before anything is written") {
+  TempFolder folder;
+  SyncWriter writer;
+  CheckpointSaver saver(folder.path(), writer.writer());
+  const SmallRun run(1);
+  CheckpointSaver::Request request = run.request();
+  request.tensors[0].bytes = uint64_t{1} << 60;
+  const std::string message = checkpoint_error([&] { saver.start(std::move(request)); });
+  CHECK(message.find("saving step 1 takes") != std::string::npos);
+  CHECK(test::names_in(folder.path()).empty());
+}
+
+TEST_CASE("checkpoint: a folder that can't be made is an error of the checkpoint") {
+  TempFolder folder;
+  std::fclose(std::fopen((folder.path() / "file").c_str(), "w"));
+  SyncWriter writer;
+  CheckpointSaver saver(folder.path() / "file" / "run", writer.writer());
+  const SmallRun run(1);
+  CHECK(checkpoint_error([&] { saver.start(run.request()); }).find("saving step 1") != std::string::npos);
+}
+
+// A writer that keeps what it gets and writes it when it is waited for: what an asynchronous plugin looks like from the host.
+struct SlowWriter {
+  SyncWriter sync;
+  std::vector<std::pair<sf_write, void (*)(void*)>> kept;
+  bool fails = false;
+
+  static SlowWriter& of(sf_instance* instance) { return *reinterpret_cast<SlowWriter*>(instance); }
+  static int32_t begin(sf_instance* instance, const char* directory, int64_t step, sf_status* status) {
+    const auto [functions, inner] = of(instance).sync.writer();
+    return functions->begin(inner, directory, step, status);
+  }
+  static int32_t put(sf_instance* instance, const sf_write* piece, void (*release)(void*), sf_status*) {
+    of(instance).kept.emplace_back(*piece, release);
+    of(instance).kept.back().first.file = "rank00000.safetensors";  // the struct is borrowed for the call
+    return SF_OK;
+  }
+  static int32_t finish(sf_instance*, sf_status*) { return SF_OK; }
+  static int32_t poll(sf_instance* instance, int64_t* done, sf_status* status) {
+    const auto [functions, inner] = of(instance).sync.writer();
+    return functions->poll(inner, done, status);
+  }
+  static int32_t wait(sf_instance* instance, int64_t, sf_status* status) {
+    const auto [functions, inner] = of(instance).sync.writer();
+    std::vector<std::pair<sf_write, void (*)(void*)>> pieces;
+    pieces.swap(of(instance).kept);
+    if (pieces.empty()) {
+      return SF_OK;
+    }
+    for (auto piece = pieces.rbegin(); piece != pieces.rend(); ++piece) {  // any order
+      functions->put(inner, &piece->first, piece->second, status);
+    }
+    if (of(instance).fails) {
+      std::snprintf(status->what, sizeof status->what, "the cable is out");
+      return SF_IO;
+    }
+    return functions->finish(inner, status);
+  }
+  static constexpr sf_checkpoint_writer kFunctions = {
+      .struct_size = sizeof(sf_checkpoint_writer), .reserved = 0, .begin = begin, .put = put, .finish = finish, .poll = poll, .wait = wait};
+  CheckpointWriter writer() { return {&kFunctions, reinterpret_cast<sf_instance*>(this)}; }
+};
+
+TEST_CASE("checkpoint: with a writer that works later, a step appears only when it is done, and what it borrows is kept until then") {
+  TempFolder folder;
+  SlowWriter slow;
+  CheckpointSaver saver(folder.path(), slow.writer());
+  auto run = std::make_shared<SmallRun>(1);
+  CheckpointSaver::Request request = run->request();
+  request.keep_alive = run;
+  saver.start(std::move(request));
+  CHECK(run.use_count() == 2);
+  CHECK_FALSE(saver.poll().has_value());
+  CHECK_FALSE(open_checkpoint(folder.path(), "auto").has_value());
+  saver.wait();
+  CHECK(run.use_count() == 1);
+  CHECK(test::holds_its_step(*open_checkpoint(folder.path(), "auto")));
+
+  slow.fails = true;
+  const SmallRun second(2), third(3);
+  saver.start(second.request());
+  CHECK(checkpoint_error([&] { saver.wait(); }).find("saving step 2: the cable is out") != std::string::npos);
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000001"});
+  slow.fails = false;
+  saver.start(third.request());
+  saver.wait();
+  CHECK(open_checkpoint(folder.path(), "auto")->index().step == 3);
+}
+
+}  // namespace
+}  // namespace sf
