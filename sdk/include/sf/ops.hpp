@@ -37,6 +37,8 @@ struct HeadRows {
   at::Tensor nll_r;                    // leaf, float32: -log softmax(logits)[label]
   at::Tensor top_values_rk;            // leaf, float32: the largest logits, descending; undefined when top_k = 0
   at::Tensor top_ids_rk;               // int64, their tokens
+  at::Tensor last_value_r, last_id_r;  // the last candidate as it was before must_include took its place
+  at::Tensor candidate_rows_rkx;       // leaf, candidate_table_vx[top_ids]; undefined without a table
   at::Tensor argmax_r;                 // int64, lowest token among equals
   at::Tensor log_sum_exp_r;            // float32
 };
@@ -51,7 +53,8 @@ struct HeadObjective {
   double logit_multiplier = 1.0;       // logits are multiplied by it in float32 ...
   double softcap = 0.0;                // ... then c * tanh(logits / c) when c > 0
   int64_t chunk_rows = 2048;           // rows at a time; memory is chunk_rows x v; a multiple of what the callback pools over
-  std::vector<at::Tensor> parameters;  // other leaves that the callback's result depends on and that want gradient
+  at::Tensor candidate_table_vx;       // undefined, or a table with a row for each token; its gradient is summed token by token, in row order
+  std::vector<at::Tensor> parameters;  // other tensors that the callback's result depends on and that want gradient
 };
 
 /// Turns a chunk into the sum of its loss contributions, float32, seed included: a scalar. Called once per chunk, in row order.

@@ -1,0 +1,90 @@
+#include "core/kernels/grouped_convolution.hpp"
+
+#include "core/base/error.hpp"
+#include "core/kernels/shape_check.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+namespace sf {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Everything wide, with blocks and groups as axes: x [blocks, j, g, c], delta [blocks, j, t, g], base [t, g, c].
+struct Convolution {
+  at::Tensor x, delta, base;
+  int64_t block_size, taps;
+
+  Convolution(const at::Tensor& x_bqh, const at::Tensor& delta_bqtg, const at::Tensor& base_th, int64_t block_rows)
+      : block_size(block_rows), taps(base_th.size(0)) {
+    const int64_t groups = delta_bqtg.size(3);
+    const int64_t channels = x_bqh.size(2) / groups;
+    x = wide(x_bqh).reshape({-1, block_size, groups, channels});
+    delta = wide(delta_bqtg).reshape({-1, block_size, taps, groups});
+    base = wide(base_th).reshape({taps, groups, channels});
+  }
+
+  [[nodiscard]] int64_t taps_used() const { return std::min(taps, block_size); }
+  // Coefficients of tap t for the rows i >= t, [blocks, j - t, g, c].
+  [[nodiscard]] at::Tensor coefficients(int64_t t) const {
+    return at::add(delta.narrow(1, t, block_size - t).select(2, t).unsqueeze(-1), base[t]);
+  }
+};
+
+struct GroupedConvolution : torch::autograd::Function<GroupedConvolution> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x_bqh, const at::Tensor& delta_bqtg, const at::Tensor& base_th,
+                            int64_t block_size) {
+    context->save_for_backward({x_bqh, delta_bqtg, base_th});
+    context->saved_data["block_size"] = block_size;
+    const Convolution conv(x_bqh, delta_bqtg, base_th, block_size);
+    at::Tensor y = conv.coefficients(0).mul_(conv.x);
+    for (int64_t t = 1; t < conv.taps_used(); ++t) {
+      y.narrow(1, t, block_size - t).addcmul_(conv.coefficients(t), conv.x.narrow(1, 0, block_size - t));
+    }
+    return y.view(x_bqh.sizes()).to(x_bqh.scalar_type());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const int64_t block_size = context->saved_data["block_size"].toInt();
+    const Convolution conv(saved[0], saved[1], saved[2], block_size);
+    const at::Tensor grad_y = wide(gradients[0]).reshape(conv.x.sizes());
+    at::Tensor grad_x;
+    at::Tensor grad_delta = at::zeros(conv.delta.sizes(), conv.delta.options());
+    at::Tensor grad_base = at::zeros(conv.base.sizes(), conv.base.options());
+    for (int64_t t = 0; t < conv.taps_used(); ++t) {
+      const int64_t rows = block_size - t;
+      const at::Tensor grad_rows = grad_y.narrow(1, t, rows);
+      const at::Tensor product = at::mul(grad_rows, conv.x.narrow(1, 0, rows));
+      grad_delta.narrow(1, t, rows).select(2, t).copy_(product.sum(-1));
+      grad_base[t].copy_(product.flatten(0, 1).sum(0));
+      if (t == 0) {
+        grad_x = conv.coefficients(0).mul_(grad_y);
+      } else {
+        grad_x.narrow(1, 0, rows).addcmul_(conv.coefficients(t), grad_rows);
+      }
+    }
+    return {grad_x.view(saved[0].sizes()).to(saved[0].scalar_type()), grad_delta.view(saved[1].sizes()).to(saved[1].scalar_type()),
+            grad_base.view(saved[2].sizes()).to(saved[2].scalar_type()), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor grouped_convolution(const at::Tensor& x_bqh, const at::Tensor& delta_bqtg, const at::Tensor& base_th, int64_t block_size) {
+  SF_CHECK(x_bqh.dim() == 3 && delta_bqtg.dim() == 4, "grouped_convolution takes x [b, q, h] and delta [b, q, t, g], found {} and {}",
+           x_bqh.sizes().vec(), delta_bqtg.sizes().vec());
+  const int64_t b = x_bqh.size(0), q = x_bqh.size(1), h = x_bqh.size(2);
+  const int64_t g = delta_bqtg.size(3);
+  SF_CHECK(block_size > 0 && q % block_size == 0, "grouped_convolution: {} rows are not whole blocks of {}", q, block_size);
+  SF_CHECK(g > 0 && h % g == 0, "grouped_convolution: {} channels do not divide into {} groups", h, g);
+  SF_CHECK_SHAPE(base_th, {base_th.size(0), h});
+  SF_CHECK_SHAPE(delta_bqtg, {b, q, base_th.size(0), g});
+  return GroupedConvolution::apply(x_bqh, delta_bqtg, base_th, block_size);
+}
+
+}  // namespace sf

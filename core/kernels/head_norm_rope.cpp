@@ -1,0 +1,80 @@
+#include "core/kernels/head_norm_rope.hpp"
+
+#include "core/base/error.hpp"
+#include "core/kernels/rms_norm.hpp"
+#include "core/kernels/shape_check.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <optional>
+
+namespace sf {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Rotates x by the angles, or back (sign -1); rotation is orthogonal, so its gradient is the rotation back. Writes a new tensor of `type`.
+at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos_bqf, const at::Tensor& sin_bqf, double sign, at::ScalarType type) {
+  const int64_t f = cos_bqf.size(-1);
+  const at::Tensor c = cos_bqf.to(x.scalar_type()).unsqueeze(2);
+  const at::Tensor s = sin_bqf.to(x.scalar_type()).unsqueeze(2);
+  const at::Tensor first = x.narrow(-1, 0, f);
+  const at::Tensor second = x.narrow(-1, f, f);
+  at::Tensor out = at::empty(x.sizes(), x.options().dtype(type));
+  out.narrow(-1, 0, f).copy_(at::mul(first, c).addcmul_(second, s, -sign));
+  out.narrow(-1, f, f).copy_(at::mul(second, c).addcmul_(first, s, sign));
+  if (2 * f < x.size(-1)) {
+    out.narrow(-1, 2 * f, x.size(-1) - 2 * f).copy_(x.narrow(-1, 2 * f, x.size(-1) - 2 * f));
+  }
+  return out;
+}
+
+struct HeadNormRope : torch::autograd::Function<HeadNormRope> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const std::optional<at::Tensor>& weight_e,
+                            const at::Tensor& cos_bqf, const at::Tensor& sin_bqf, double eps) {
+    at::Tensor y = wide(x);
+    at::Tensor inverse;
+    if (weight_e) {
+      inverse = inverse_rms(y, eps);
+      y = at::mul(y, inverse).mul_(wide(*weight_e));
+    }
+    context->save_for_backward({x, weight_e.value_or(at::Tensor()), cos_bqf, sin_bqf, inverse});
+    return rotate(y, cos_bqf, sin_bqf, 1, x.scalar_type());
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const at::Tensor& x = saved[0];
+    const at::Tensor& weight_e = saved[1];
+    at::Tensor grad_x = rotate(wide(gradients[0]), saved[2], saved[3], -1, wide_type(x.scalar_type()));
+    at::Tensor grad_weight;
+    if (weight_e.defined()) {
+      const RmsNormGradient found = rms_norm_backward(grad_x, wide(x), wide(weight_e), saved[4], context->needs_input_grad(1));
+      grad_x = found.x;
+      grad_weight = found.weight_h.defined() ? found.weight_h.to(weight_e.scalar_type()) : at::Tensor();
+    }
+    return {grad_x.to(x.scalar_type()), grad_weight, at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+};
+
+}  // namespace
+
+at::Tensor head_norm_rope(const at::Tensor& x_bqne, const at::Tensor& weight_e, const at::Tensor& cos_bqf, const at::Tensor& sin_bqf,
+                          double eps) {
+  SF_CHECK(x_bqne.dim() == 4, "head_norm_rope takes [b, q, heads, e], found {}", x_bqne.sizes().vec());
+  const int64_t b = x_bqne.size(0), q = x_bqne.size(1), e = x_bqne.size(3);
+  const int64_t f = cos_bqf.size(-1);
+  const int64_t angle_rows = cos_bqf.size(0);
+  SF_CHECK(2 * f <= e, "head_norm_rope: {} pairs do not fit a head of {}", f, e);
+  SF_CHECK(angle_rows == b || angle_rows == 1, "head_norm_rope: angles for {} samples, x has {}", angle_rows, b);
+  SF_CHECK_SHAPE(cos_bqf, {angle_rows, q, f});
+  SF_CHECK_SHAPE(sin_bqf, {angle_rows, q, f});
+  if (weight_e.defined()) {
+    SF_CHECK_SHAPE(weight_e, {e});
+  }
+  return HeadNormRope::apply(x_bqne, weight_e.defined() ? std::optional<at::Tensor>(weight_e) : std::nullopt, cos_bqf, sin_bqf, eps);
+}
+
+}  // namespace sf

@@ -1,0 +1,366 @@
+// Shapes: r rows · h hidden · v vocabulary · k candidates
+//
+// One chunk: logits = hidden @ head^T, their statistics, the caller's loss and its gradient with respect to the statistics, then
+//   d loss / d logit[v] = g_nll * (softmax[v] - [v == label]) + sum over candidates c of g_c * [v == id_c],
+// written over the logits and multiplied by the head at once. Nothing of size r x v outlives the chunk.
+#include "core/kernels/head_objective.hpp"
+
+#include "core/base/error.hpp"
+#include "core/kernels/shape_check.hpp"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace sf {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr int64_t kGroupColumns = 64;
+
+// Maxima of groups of neighbouring columns, [r, v / 64]; what is left over (fewer than 64 columns) stays outside.
+at::Tensor group_maxima(const at::Tensor& rows_rv) {
+  const int64_t groups = rows_rv.size(1) / kGroupColumns;
+  return rows_rv.narrow(1, 0, groups * kGroupColumns).view({rows_rv.size(0), groups, kGroupColumns}).amax(-1);
+}
+
+struct RowMaxima {
+  at::Tensor groups;        // [r, v / 64]; undefined when one group would be the whole row
+  at::Tensor value, column;  // [r]
+};
+
+RowMaxima find_maxima(const at::Tensor& rows_rv) {
+  const int64_t v = rows_rv.size(1);
+  const int64_t groups = v / kGroupColumns;
+  if (groups < 2) {
+    const at::Tensor column = rows_rv.argmax(1);
+    return {{}, rows_rv.gather(1, column.unsqueeze(1)).squeeze(1), column};
+  }
+  RowMaxima result;
+  result.groups = group_maxima(rows_rv);
+  const at::Tensor group = result.groups.argmax(1, true);  // [r, 1], the lowest among equals
+  const at::Tensor columns = at::add(group.mul(kGroupColumns), at::arange(kGroupColumns, group.options()));
+  const at::Tensor inside = rows_rv.gather(1, columns).argmax(1, true);
+  at::Tensor column = at::add(group.mul(kGroupColumns), inside);
+  at::Tensor value = rows_rv.gather(1, column);
+  const int64_t rest = v - groups * kGroupColumns;
+  if (rest > 0) {
+    const at::Tensor tail = rows_rv.narrow(1, v - rest, rest);
+    const at::Tensor tail_column = tail.argmax(1, true);
+    const at::Tensor tail_value = tail.gather(1, tail_column);
+    const at::Tensor better = at::gt(tail_value, value);
+    column = at::where(better, tail_column + (v - rest), column);
+    value = at::where(better, tail_value, value);
+  }
+  result.value = value.squeeze(1);
+  result.column = column.squeeze(1);
+  return result;
+}
+
+std::pair<at::Tensor, at::Tensor> find_largest(const at::Tensor& rows_rv, const at::Tensor& groups_rg, int64_t k) {
+  const int64_t v = rows_rv.size(1);
+  if (!groups_rg.defined() || groups_rg.size(1) <= 2 * k) {
+    const auto [values, columns] = rows_rv.topk(k, 1);
+    return {values, columns};
+  }
+  // The k largest lie in the k groups with the largest maxima, or in the rest.
+  const at::Tensor groups = std::get<1>(groups_rg.topk(k, 1, /*largest=*/true, /*sorted=*/false));
+  at::Tensor columns = at::add(groups.mul(kGroupColumns).unsqueeze(-1), at::arange(kGroupColumns, groups.options())).flatten(1);
+  const int64_t rest = v - groups_rg.size(1) * kGroupColumns;
+  if (rest > 0) {
+    columns = at::cat({columns, at::arange(v - rest, v, columns.options()).expand({rows_rv.size(0), rest})}, 1);
+  }
+  const auto [values, places] = rows_rv.gather(1, columns).topk(k, 1);
+  return {values, columns.gather(1, places)};
+}
+
+bool is_plain(const HeadObjective& objective) { return objective.logit_multiplier == 1.0 && objective.softcap <= 0; }
+
+// Logits as the loss sees them, wide. Keeps the memory of `logits` when nothing has to be done.
+at::Tensor transform(const at::Tensor& logits, const HeadObjective& objective) {
+  at::Tensor u = wide(logits);
+  if (is_plain(objective)) {
+    return u;
+  }
+  u = at::mul(u, objective.logit_multiplier);
+  return objective.softcap > 0 ? u.div_(objective.softcap).tanh_().mul_(objective.softcap) : u;
+}
+
+// Gradient of transformed logits `u` to that of the logits, in place.
+void transform_backward(at::Tensor& gradient, const at::Tensor& u, const HeadObjective& objective) {
+  if (objective.softcap > 0) {
+    const at::Tensor unit = at::div(u, objective.softcap);
+    gradient.mul_(at::mul(unit, unit).neg_().add_(1));
+  }
+  if (objective.logit_multiplier != 1.0) {
+    gradient.mul_(objective.logit_multiplier);
+  }
+}
+
+// Memory that chunks share: logits, and probabilities when they cannot take the logits' place.
+struct Buffers {
+  at::Tensor logits, probabilities;
+
+  Buffers(const HeadObjective& objective, int64_t chunk_rows) {
+    const int64_t v = objective.head_vh.size(0);
+    logits = at::empty({chunk_rows, v}, objective.hidden_rh.options().requires_grad(false));
+    const at::ScalarType type = wide_type(logits.scalar_type());
+    const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu();
+    probabilities = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
+  }
+};
+
+struct ChunkGradients {
+  at::Tensor hidden_rh;
+  at::Tensor candidate_ids, candidate_rows;  // [r*k], [r*k, x]
+  std::vector<at::Tensor> parameters;
+};
+
+class ChunkPass {
+ public:
+  ChunkPass(const HeadObjective& objective, const RowLoss& loss, bool wants_gradient)
+      : objective_(objective), loss_(loss), wants_gradient_(wants_gradient) {}
+
+  // The chunk's loss; `gradients` are filled when wanted.
+  at::Tensor run(int64_t begin, int64_t end, Buffers& buffers, ChunkGradients& gradients) const {
+    const at::Tensor hidden = objective_.hidden_rh.detach().narrow(0, begin, end - begin);
+    at::Tensor logits = buffers.logits.narrow(0, 0, end - begin);
+    at::mm_out(logits, hidden, objective_.head_vh.detach().t());
+    const at::Tensor u = transform(logits, objective_);
+    const at::Tensor label = objective_.labels_r.narrow(0, begin, end - begin).unsqueeze(1);
+
+    HeadRows rows;
+    rows.row_begin = begin;
+    rows.row_end = end;
+    rows.hidden_rh = hidden;
+    const RowMaxima maxima = find_maxima(u);
+    rows.argmax_r = maxima.column;
+    pick_candidates(u, maxima, label, begin, rows);
+    const at::Tensor label_value = u.gather(1, label).squeeze(1);
+
+    // The largest probability is at least 1 / v, so its logarithm is exact enough to give the log-sum-exp.
+    at::Tensor probabilities = buffers.probabilities.narrow(0, 0, end - begin);
+    at::_softmax_out(probabilities, u, 1, /*half_to_float=*/false);
+    const at::Tensor largest = probabilities.gather(1, maxima.column.unsqueeze(1)).squeeze(1);
+    const at::Tensor log_sum_exp = at::sub(maxima.value, largest.log());
+    rows.nll_r = at::sub(log_sum_exp, label_value).clamp_min_(0).to(at::kFloat);
+    rows.log_sum_exp_r = log_sum_exp.to(at::kFloat);
+    if (u.scalar_type() == at::kDouble) {  // float64 inputs stay float64, for tests by finite differences
+      rows.nll_r = at::sub(log_sum_exp, label_value);
+    }
+
+    if (objective_.candidate_table_vx.defined()) {
+      const at::Tensor& table = objective_.candidate_table_vx;
+      rows.candidate_rows_rkx =
+          table.detach().index_select(0, rows.top_ids_rk.reshape({-1})).view({end - begin, objective_.top_k, table.size(1)});
+    }
+
+    if (!wants_gradient_) {
+      return loss_(rows).detach();
+    }
+    return differentiate(rows, u, label, probabilities, gradients);
+  }
+
+ private:
+  void pick_candidates(const at::Tensor& u, const RowMaxima& maxima, const at::Tensor& label, int64_t begin, HeadRows& rows) const {
+    const int64_t k = objective_.top_k;
+    if (k == 0) {
+      return;
+    }
+    std::tie(rows.top_values_rk, rows.top_ids_rk) = find_largest(u, maxima.groups, k);
+    rows.last_value_r = rows.top_values_rk.select(1, k - 1).clone();
+    rows.last_id_r = rows.top_ids_rk.select(1, k - 1).clone();
+    if (objective_.must_include_r.defined()) {
+      const at::Tensor wanted = objective_.must_include_r.narrow(0, begin, label.size(0)).unsqueeze(1);
+      const at::Tensor missing = at::eq(rows.top_ids_rk, wanted).any(1, true).logical_not_();
+      at::Tensor last_id = rows.top_ids_rk.narrow(1, k - 1, 1);
+      at::Tensor last_value = rows.top_values_rk.narrow(1, k - 1, 1);
+      last_value.copy_(at::where(missing, u.gather(1, wanted), last_value));
+      last_id.copy_(at::where(missing, wanted, last_id));
+    }
+  }
+
+  at::Tensor differentiate(HeadRows& rows, const at::Tensor& u, const at::Tensor& label, at::Tensor& probabilities,
+                           ChunkGradients& gradients) const {
+    at::Tensor value;
+    variable_list found;
+    size_t table_place = 0, first_parameter = 0;
+    {
+      at::AutoGradMode record(true);
+      rows.hidden_rh = rows.hidden_rh.detach().requires_grad_();
+      rows.nll_r = rows.nll_r.detach().requires_grad_();
+      variable_list leaves{rows.hidden_rh, rows.nll_r};
+      if (objective_.top_k > 0) {
+        rows.top_values_rk = rows.top_values_rk.detach().requires_grad_();
+        leaves.push_back(rows.top_values_rk);
+      }
+      const bool wants_table = objective_.candidate_table_vx.defined() && objective_.candidate_table_vx.requires_grad();
+      if (wants_table) {
+        rows.candidate_rows_rkx = rows.candidate_rows_rkx.requires_grad_();
+        table_place = leaves.size();
+        leaves.push_back(rows.candidate_rows_rkx);
+      }
+      first_parameter = leaves.size();
+      for (const at::Tensor& parameter : objective_.parameters) {
+        if (parameter.requires_grad()) {
+          leaves.push_back(parameter);
+        }
+      }
+      value = loss_(rows);
+      SF_CHECK(value.defined() && value.dim() == 0, "head_objective: the loss of a chunk is a scalar, found {} dimensions",
+               value.defined() ? value.dim() : -1);
+      if (value.requires_grad()) {
+        found = torch::autograd::grad({value}, leaves, {}, /*retain_graph=*/true, /*create_graph=*/false, /*allow_unused=*/true);
+      } else {
+        found.resize(leaves.size());
+      }
+    }
+
+    const at::Tensor& grad_nll = found[1];
+    const at::Tensor grad_top = objective_.top_k > 0 ? found[2] : at::Tensor();
+    at::Tensor& grad_logits = probabilities;
+    if (grad_nll.defined()) {
+      const at::Tensor factor = grad_nll.to(grad_logits.scalar_type()).unsqueeze(1);
+      grad_logits.mul_(factor);
+      grad_logits.scatter_add_(1, label, at::neg(factor));
+    } else {
+      grad_logits.zero_();
+    }
+    if (grad_top.defined()) {
+      grad_logits.scatter_add_(1, rows.top_ids_rk, grad_top.to(grad_logits.scalar_type()));
+    }
+    if (!is_plain(objective_)) {
+      transform_backward(grad_logits, u, objective_);
+    }
+    gradients.hidden_rh = at::mm(grad_logits.to(objective_.head_vh.scalar_type()), objective_.head_vh.detach());
+    if (found[0].defined()) {
+      gradients.hidden_rh.add_(found[0]);
+    }
+    if (table_place != 0 && found[table_place].defined()) {
+      gradients.candidate_ids = rows.top_ids_rk.reshape({-1});
+      gradients.candidate_rows = found[table_place].reshape({gradients.candidate_ids.size(0), -1});
+    }
+    size_t next = first_parameter;
+    gradients.parameters.resize(objective_.parameters.size());
+    for (size_t i = 0; i < objective_.parameters.size(); ++i) {
+      if (objective_.parameters[i].requires_grad()) {
+        gradients.parameters[i] = found[next++];
+      }
+    }
+    return value.detach();
+  }
+
+  const HeadObjective& objective_;
+  const RowLoss& loss_;
+  bool wants_gradient_;
+};
+
+// table[ids[i]] += rows[i], in the order of i on the CPU and sorted by token on a GPU: the same bits every run.
+void add_by_token(at::Tensor& table, const at::Tensor& ids, const at::Tensor& rows) {
+  if (table.is_cpu()) {
+    table.index_add_(0, ids, rows);
+  } else {
+    table.index_put_({ids}, rows, /*accumulate=*/true);
+  }
+}
+
+struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> {
+  // Objective and loss are passed by address; they are used during this call alone.
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& hidden_rh, const std::optional<at::Tensor>& candidate_table_vx,
+                            at::TensorList parameters, int64_t objective_address, int64_t loss_address, bool wants_gradient) {
+    const auto& objective = *reinterpret_cast<const HeadObjective*>(objective_address);
+    const auto& loss = *reinterpret_cast<const RowLoss*>(loss_address);
+    const int64_t rows = hidden_rh.size(0);
+    const int64_t step = std::min(objective.chunk_rows, rows);
+    const ChunkPass pass(objective, loss, wants_gradient);
+    Buffers buffers(objective, step);
+
+    at::Tensor total = at::zeros({}, hidden_rh.options().dtype(wide_type(hidden_rh.scalar_type())).requires_grad(false));
+    variable_list kept(2 + parameters.size());
+    if (wants_gradient) {
+      kept[0] = at::empty(hidden_rh.sizes(), hidden_rh.options().requires_grad(false));
+    }
+    for (int64_t begin = 0; begin < rows; begin += step) {
+      const int64_t end = std::min(rows, begin + step);
+      ChunkGradients gradients;
+      total.add_(pass.run(begin, end, buffers, gradients));
+      if (!wants_gradient) {
+        continue;
+      }
+      kept[0].narrow(0, begin, end - begin).copy_(gradients.hidden_rh);
+      if (gradients.candidate_rows.defined()) {
+        if (!kept[1].defined()) {
+          const auto type = wide_type(candidate_table_vx->scalar_type());
+          kept[1] = at::zeros(candidate_table_vx->sizes(), gradients.candidate_rows.options().dtype(type));
+        }
+        add_by_token(kept[1], gradients.candidate_ids, gradients.candidate_rows.to(kept[1].scalar_type()));
+      }
+      for (size_t i = 0; i < parameters.size(); ++i) {
+        at::Tensor& sum = kept[2 + i];
+        if (gradients.parameters[i].defined()) {
+          sum = sum.defined() ? sum.add_(gradients.parameters[i]) : gradients.parameters[i];
+        }
+      }
+    }
+    if (kept[1].defined()) {
+      kept[1] = kept[1].to(candidate_table_vx->scalar_type());
+    }
+    context->save_for_backward(kept);
+    return total;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    variable_list result = context->get_saved_variables();
+    for (at::Tensor& gradient : result) {
+      if (gradient.defined()) {
+        gradient = at::mul(gradient, gradients[0].to(gradient.scalar_type()));  // by 1 in training, which changes no bit
+      }
+    }
+    result.resize(result.size() + 3);
+    return result;
+  }
+};
+
+}  // namespace
+
+std::pair<at::Tensor, at::Tensor> largest_of_rows(const at::Tensor& rows_rv, int64_t k) {
+  return find_largest(rows_rv, rows_rv.size(1) / kGroupColumns < 2 ? at::Tensor() : group_maxima(rows_rv), k);
+}
+
+std::pair<at::Tensor, at::Tensor> maximum_of_rows(const at::Tensor& rows_rv) {
+  const RowMaxima maxima = find_maxima(rows_rv);
+  return {maxima.value, maxima.column};
+}
+
+at::Tensor head_objective(const HeadObjective& objective, const RowLoss& loss) {
+  SF_CHECK(objective.hidden_rh.dim() == 2 && objective.head_vh.dim() == 2, "head_objective takes hidden [r, h] and head [v, h], found {} and {}",
+           objective.hidden_rh.sizes().vec(), objective.head_vh.sizes().vec());
+  const int64_t r = objective.hidden_rh.size(0), h = objective.hidden_rh.size(1), v = objective.head_vh.size(0);
+  SF_CHECK(r > 0 && objective.chunk_rows > 0, "head_objective: {} rows in chunks of {}", r, objective.chunk_rows);
+  SF_CHECK(objective.top_k >= 0 && objective.top_k <= v, "head_objective: {} candidates of {} tokens", objective.top_k, v);
+  SF_CHECK(objective.hidden_rh.scalar_type() == objective.head_vh.scalar_type(), "head_objective: hidden is {}, the head {}",
+           c10::toString(objective.hidden_rh.scalar_type()), c10::toString(objective.head_vh.scalar_type()));
+  SF_CHECK_SHAPE(objective.head_vh, {v, h});
+  SF_CHECK_SHAPE(objective.labels_r, {r});
+  if (objective.must_include_r.defined()) {
+    SF_CHECK(objective.top_k > 0, "head_objective: must_include without candidates");
+    SF_CHECK_SHAPE(objective.must_include_r, {r});
+  }
+  if (objective.candidate_table_vx.defined()) {
+    SF_CHECK(objective.top_k > 0, "head_objective: a candidate table without candidates");
+    SF_CHECK_SHAPE(objective.candidate_table_vx, {v, objective.candidate_table_vx.size(-1)});
+  }
+  const std::optional<at::Tensor> table =
+      objective.candidate_table_vx.defined() ? std::optional<at::Tensor>(objective.candidate_table_vx) : std::nullopt;
+  return HeadObjectiveFunction::apply(objective.hidden_rh, table, at::TensorList(objective.parameters), reinterpret_cast<int64_t>(&objective),
+                                      reinterpret_cast<int64_t>(&loss), at::GradMode::is_enabled());
+}
+
+}  // namespace sf

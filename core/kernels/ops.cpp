@@ -1,0 +1,51 @@
+#include "core/kernels/ops.hpp"
+
+#include "core/kernels/block_attention.hpp"
+#include "core/kernels/grouped_convolution.hpp"
+#include "core/kernels/head_norm_rope.hpp"
+#include "core/kernels/head_objective.hpp"
+#include "core/kernels/lookup.hpp"
+#include "core/kernels/rms_norm.hpp"
+#include "core/kernels/swiglu.hpp"
+
+namespace sf {
+namespace {
+
+class AtenOps final : public Ops {
+ public:
+  at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_h, double eps) override { return sf::rms_norm(x, weight_h, eps); }
+
+  std::vector<at::Tensor> residual_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h,
+                                            double eps) override {
+    return sf::residual_rms_norm(x, residual, weight_h, eps);
+  }
+
+  at::Tensor head_norm_rope(const at::Tensor& x_bqne, const at::Tensor& weight_e, const at::Tensor& cos_bqf, const at::Tensor& sin_bqf,
+                            double eps) override {
+    return sf::head_norm_rope(x_bqne, weight_e, cos_bqf, sin_bqf, eps);
+  }
+
+  at::Tensor swiglu(const at::Tensor& gate, const at::Tensor& up) override { return sf::swiglu(gate, up); }
+
+  at::Tensor grouped_convolution(const at::Tensor& x_bqh, const at::Tensor& delta_bqtg, const at::Tensor& base_th,
+                                 int64_t block_size) override {
+    return sf::grouped_convolution(x_bqh, delta_bqtg, base_th, block_size);
+  }
+
+  at::Tensor block_attention(const BlockAttention& attention) override { return sf::block_attention(attention); }
+
+  at::Tensor head_objective(const HeadObjective& objective, const RowLoss& loss) override {
+    return sf::head_objective(objective, loss);
+  }
+
+  at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) override { return sf::lookup(table_vx, ids); }
+};
+
+}  // namespace
+
+Ops& cpu_ops() {
+  static AtenOps ops;
+  return ops;
+}
+
+}  // namespace sf
