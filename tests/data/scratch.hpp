@@ -11,6 +11,7 @@
 #include "sf/error.hpp"
 
 #include "core/base/file.hpp"
+#include "core/base/text.hpp"
 
 namespace sf::test {
 
@@ -28,7 +29,7 @@ class Scratch {
   Scratch& operator=(const Scratch&) = delete;
 
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
-  [[nodiscard]] std::filesystem::path write(const std::string& name, std::string_view bytes) const {
+  std::filesystem::path write(const std::string& name, std::string_view bytes) const {
     std::filesystem::create_directories((path_ / name).parent_path());
     std::ofstream(path_ / name, std::ios::binary) << bytes;
     return path_ / name;

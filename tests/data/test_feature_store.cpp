@@ -1,0 +1,294 @@
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/data/feature_format.hpp"
+#include "core/data/feature_store.hpp"
+#include "scratch.hpp"
+
+using namespace sf;
+using sf::test::error_of;
+using sf::test::Scratch;
+
+namespace {
+
+const std::filesystem::path kTorchFolder = std::filesystem::path(SF_TEST_DATA) / "data" / "features_eagle3";
+
+const FeatureNeeds kEagleNeeds{.features = {{.key = "aux_hidden_state", .width = 192, .layer_ids = {1, 2, 3}},
+                                            {.key = "hidden_state", .width = 64, .last_state = true}},
+                               .vocab_size = 320};
+
+constexpr int64_t kWidth = 6;
+
+// Sample i has i + 2 tokens; its feature at token t, column c is 100 i + 10 t + c.
+std::vector<TokenSample> make_samples(int64_t count) {
+  std::vector<TokenSample> samples;
+  for (int64_t i = 0; i < count; ++i) {
+    TokenSample sample;
+    for (int64_t t = 0; t < i + 2; ++t) {
+      sample.input_ids.push_back(10 * i + t);
+      sample.loss_mask.push_back(t > 0);
+    }
+    samples.push_back(sample);
+  }
+  return samples;
+}
+
+std::vector<float> make_features(int64_t sample, int64_t tokens) {
+  std::vector<float> values;
+  for (int64_t t = 0; t < tokens; ++t) {
+    for (int64_t c = 0; c < kWidth; ++c) values.push_back(static_cast<float>(100 * sample + 10 * t + c));
+  }
+  return values;
+}
+
+struct Options {
+  int64_t samples = 5;
+  int64_t samples_per_shard = 2;
+  int64_t bad_sample = -1;      // gets a NaN that the writer does not see
+  int64_t refused_sample = -1;  // marked by the writer
+};
+
+FeatureManifest write_store(const std::filesystem::path& folder, const Options& options = {}) {
+  FeatureManifest manifest;
+  manifest.target.set("fingerprint", "0123456789abcdef");
+  manifest.features = {{.key = "hidden_states", .dtype = Dtype::kF32, .width = kWidth, .layer_ids = {1, 4}}};
+  const auto samples = make_samples(options.samples);
+  manifest.tokens_sha256 = tokens_fingerprint(samples);
+  for (int64_t first = 0; first < options.samples; first += options.samples_per_shard) {
+    const int64_t count = std::min(options.samples_per_shard, options.samples - first);
+    ShardWriter writer(folder / format("shard-{}.safetensors", first), manifest.features,
+                       std::span(samples).subspan(static_cast<size_t>(first), static_cast<size_t>(count)), first,
+                       manifest.recipe_fingerprint());
+    for (int64_t i = count - 1; i >= 0; --i) {  // any order will do
+      auto values = make_features(first + i, first + i + 2);
+      if (first + i == options.bad_sample) values[7] = std::numeric_limits<float>::infinity();
+      if (first + i == options.refused_sample) {
+        writer.refuse(i);
+      } else {
+        writer.put(i, 0, std::as_bytes(std::span(values)));
+      }
+    }
+    manifest.shards.push_back(writer.finish());
+  }
+  atomic_write(folder / kManifestName, manifest.to_json().dump(2));
+  return manifest;
+}
+
+FeatureNeeds our_needs() {
+  return {.features = {{.key = "hidden_states", .width = kWidth, .layer_ids = {1, 4}}}, .vocab_size = 1000};
+}
+
+std::vector<float> floats(const TensorView& view) {
+  std::vector<float> values(view.bytes.size() / 4);
+  std::memcpy(values.data(), view.bytes.data(), view.bytes.size());
+  return values;
+}
+
+}  // namespace
+
+TEST_CASE("feature store: the reference's folder is read in string order of its paths") {
+  const auto store = FeatureStore::open(kTorchFolder, kEagleNeeds);
+  REQUIRE(store->size() == 6);
+  for (int64_t i = 0; i < 6; ++i) {
+    CAPTURE(i);
+    CHECK(store->record_name(i).ends_with(format("data_{}.ckpt", i)));
+    const auto record = store->record(i);
+    REQUIRE(record.size() == 4);
+    const int64_t tokens = record[0].shape[0];
+    CHECK(record[0].name == "input_ids");
+    CHECK(record[1].name == "loss_mask");
+    CHECK(record[2].name == "aux_hidden_state");
+    CHECK(record[2].shape == std::vector<int64_t>{tokens, 192});  // stored as [1, s, 192]
+    CHECK(record[3].shape == std::vector<int64_t>{tokens, 64});
+    CHECK(store->sample_tokens(i).input_ids.size() == static_cast<size_t>(tokens));
+  }
+
+  const Scratch scratch;
+  for (const char* name : {"rows_2000-4000/data_2000.ckpt", "rows_10000-12000/data_10000.ckpt", "rows_2000-4000/data_2001.ckpt"}) {
+    scratch.write(name, read_file(kTorchFolder / "data_1.ckpt"));
+  }
+  const auto sorted = FeatureStore::open(scratch.path(), kEagleNeeds);
+  CHECK(sorted->record_name(0).ends_with("rows_10000-12000/data_10000.ckpt"));
+  CHECK(sorted->record_name(1).ends_with("rows_2000-4000/data_2000.ckpt"));
+  CHECK(sorted->record_name(2).ends_with("rows_2000-4000/data_2001.ckpt"));
+}
+
+TEST_CASE("feature store: our format gives back what was written, over all shards") {
+  const Scratch scratch;
+  write_store(scratch.path());
+  FeatureNeeds needs = our_needs();
+  needs.verify_checksums = true;
+  const auto store = FeatureStore::open(scratch.path(), needs);
+  REQUIRE(store->size() == 5);
+  for (int64_t i = 0; i < 5; ++i) {
+    CAPTURE(i);
+    const auto record = store->record(i);
+    REQUIRE(record.size() == 3);
+    CHECK(record[2].shape == std::vector<int64_t>{i + 2, kWidth});
+    CHECK(floats(record[2]) == make_features(i, i + 2));
+    CHECK(store->sample_tokens(i).input_ids == make_samples(5)[static_cast<size_t>(i)].input_ids);
+    CHECK(store->sample_tokens(i).loss_mask == make_samples(5)[static_cast<size_t>(i)].loss_mask);
+  }
+  CHECK(store->record_name(3) == (scratch.path() / "shard-2.safetensors").string() + ": record 1");
+}
+
+TEST_CASE("feature store: max_length keeps the head of every tensor") {
+  const Scratch scratch;
+  write_store(scratch.path());
+  FeatureNeeds needs = our_needs();
+  needs.max_length = 3;
+  const auto record = FeatureStore::open(scratch.path(), needs)->record(4);
+  CHECK(record[0].shape == std::vector<int64_t>{3});
+  CHECK(record[1].shape == std::vector<int64_t>{3});
+  CHECK(record[2].shape == std::vector<int64_t>{3, kWidth});
+  CHECK(floats(record[2]) == make_features(4, 3));
+}
+
+TEST_CASE("feature store: a record that the capture refused is not there") {
+  const Scratch scratch;
+  write_store(scratch.path(), {.refused_sample = 2});
+  const auto store = FeatureStore::open(scratch.path(), our_needs());
+  REQUIRE(store->size() == 4);
+  CHECK(floats(store->record(2)[2]) == make_features(3, 5));
+}
+
+TEST_CASE("feature store: the fingerprint follows the content") {
+  const Scratch a;
+  const Scratch b;
+  const Scratch c;
+  write_store(a.path());
+  write_store(b.path());
+  write_store(c.path(), {.samples = 4});
+  const auto print = [](const Scratch& scratch) { return FeatureStore::open(scratch.path(), our_needs())->fingerprint(); };
+  CHECK(print(a) == print(b));
+  CHECK(print(a) != print(c));
+  CHECK(FeatureStore::open(kTorchFolder, kEagleNeeds)->fingerprint().size() == 64);
+}
+
+TEST_CASE("feature store: what is wrong with a folder is said when it is opened") {
+  struct Row {
+    const char* name;
+    void (*spoil)(const Scratch&, FeatureNeeds&);
+    const char* message;
+  };
+  const Row rows[] = {
+      {"nothing there", [](const Scratch& s, FeatureNeeds&) { std::filesystem::remove_all(s.path()); }, "there is no such folder of features"},
+      {"empty folder",
+       [](const Scratch& s, FeatureNeeds&) {
+         std::filesystem::remove_all(s.path());
+         std::filesystem::create_directory(s.path());
+       },
+       "there are no features in this folder: no manifest.json, no *.ckpt, no *.ckpt.gz"},
+      {"not finished",
+       [](const Scratch& s, FeatureNeeds&) { std::filesystem::rename(s.path() / "manifest.json", s.path() / "capture.json"); },
+       "the capture of these features was not finished"},
+      {"shard missing", [](const Scratch& s, FeatureNeeds&) { std::filesystem::remove(s.path() / "shard-2.safetensors"); },
+       "shard-2.safetensors: the manifest names it, but it is missing"},
+      {"shard truncated",
+       [](const Scratch& s, FeatureNeeds&) {
+         std::filesystem::resize_file(s.path() / "shard-2.safetensors", std::filesystem::file_size(s.path() / "shard-2.safetensors") - 4);
+       },
+       "shard-2.safetensors: truncated: tensor 'hidden_states' ends at byte"},
+      {"shard damaged",
+       [](const Scratch& s, FeatureNeeds& needs) {
+         std::string bytes = read_file(s.path() / "shard-2.safetensors");
+         bytes[bytes.size() - 3] ^= 1;
+         s.write("shard-2.safetensors", bytes);
+         needs.verify_checksums = true;
+       },
+       "shard-2.safetensors: damaged: its SHA-256 is not the manifest's"},
+      {"manifest edited",
+       [](const Scratch& s, FeatureNeeds&) {
+         std::string text = read_file(s.path() / "manifest.json");
+         text.replace(text.find("0123456789abcdef"), 16, "ffffffffffffffff");
+         s.write("manifest.json", text);
+       },
+       "manifest.json: damaged: its content does not have its fingerprint"},
+      {"manifest cut", [](const Scratch& s, FeatureNeeds&) { s.write("manifest.json", "{\"format\": \"sf-fea"); },
+       "manifest.json:1:"},
+      {"another target", [](const Scratch&, FeatureNeeds& needs) { needs.target_fingerprint = "fedcba98765432"; },
+       "these features are of another target: its fingerprint is 0123456789ab, model.target_model_path has fedcba987654"},
+      {"other layers", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].layer_ids = {1, 5}; },
+       "'hidden_states' was captured at layers [1, 4], the draft reads layers [1, 5]"},
+      {"another key", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].key = "aux_hidden_state"; },
+       "there is no feature 'aux_hidden_state'; there are: hidden_states"},
+      {"wrong width", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].width = 8; },
+       "shard-0.safetensors: record 0: 'hidden_states' has shape [2, 6], [2, 8] expected (tokens, 2 layers x hidden_size 4)"},
+      {"ids out of range", [](const Scratch&, FeatureNeeds& needs) { needs.vocab_size = 1; },
+       "shard-0.safetensors: record 0: 'input_ids' has the token 1, but the target has the tokens 0 to 0"},
+  };
+  for (const Row& row : rows) {
+    CAPTURE(row.name);
+    const Scratch scratch;
+    write_store(scratch.path());
+    FeatureNeeds needs = our_needs();
+    row.spoil(scratch, needs);
+    const std::string message = error_of([&] { (void)FeatureStore::open(scratch.path(), needs); });
+    CAPTURE(message);
+    CHECK(message.find(row.message) != std::string::npos);
+  }
+}
+
+TEST_CASE("feature store: a value that is not finite is named by file, record, key, token and column") {
+  const Scratch scratch;
+  write_store(scratch.path(), {.bad_sample = 3});
+  const auto store = FeatureStore::open(scratch.path(), our_needs());
+  CHECK(error_of([&] { (void)store->record(3); }, &scratch) ==
+        "shard-2.safetensors: record 1: 'hidden_states' has a value that is not finite (NaN or infinity) at token 1, column 1");
+  CHECK_NOTHROW((void)store->sample_tokens(3));  // tokens alone are fine
+}
+
+TEST_CASE("feature store: faults of single records of the reference's files are named") {
+  const auto store_with = [](FeatureNeeds needs) { return error_of([&] { (void)FeatureStore::open(kTorchFolder, needs); }); };
+  FeatureNeeds needs = kEagleNeeds;
+  needs.features[0].key = "hidden_states";
+  CHECK(store_with(needs).ends_with(
+      "data_0.ckpt: there is no key 'hidden_states'; there are: input_ids, loss_mask, hidden_state, aux_hidden_state"));
+  needs = kEagleNeeds;
+  needs.features[1].width = 32;
+  CHECK(store_with(needs).ends_with("data_0.ckpt: 'hidden_state' has shape [52, 64], [52, 32] expected (tokens, hidden_size)"));
+  needs = kEagleNeeds;
+  needs.vocab_size = 5;
+  CHECK(store_with(needs).find("data_0.ckpt: 'input_ids' has the token ") != std::string::npos);
+}
+
+TEST_CASE("feature store: an optional feature is left out of records that do not have it") {
+  const Scratch scratch;
+  write_store(scratch.path());
+  FeatureNeeds needs = our_needs();
+  needs.features.push_back({.key = "target_last_hidden_states", .width = 3, .optional = true, .last_state = true});
+  CHECK(FeatureStore::open(scratch.path(), needs)->record(0).size() == 3);
+}
+
+TEST_CASE("feature shard: one that is not finished leaves nothing behind") {
+  const Scratch scratch;
+  const auto samples = make_samples(2);
+  {
+    ShardWriter writer(scratch.path() / "s.safetensors", {}, samples, 0, "x");
+    CHECK(std::filesystem::exists(scratch.path() / "s.safetensors.part"));
+  }
+  CHECK(std::filesystem::is_empty(scratch.path()));
+}
+
+TEST_CASE("feature store: the first value that is not finite is found in every type") {
+  const float values[] = {1, -std::numeric_limits<float>::max(), std::nanf(""), 2};
+  CHECK(first_not_finite(Dtype::kF32, std::as_bytes(std::span(values))) == 2);
+  CHECK(first_not_finite(Dtype::kF32, std::as_bytes(std::span(values)).first(8)) == -1);
+  std::vector<uint16_t> halves(5000, 0x7f7f);  // the largest finite bfloat16
+  CHECK(first_not_finite(Dtype::kBF16, std::as_bytes(std::span(halves))) == -1);
+  halves[4321] = 0xff80;  // -infinity
+  CHECK(first_not_finite(Dtype::kBF16, std::as_bytes(std::span(halves))) == 4321);
+  const uint16_t f16[] = {0x7bff, 0xfc00};
+  CHECK(first_not_finite(Dtype::kF16, std::as_bytes(std::span(f16))) == 1);
+  const double doubles[] = {1e300, std::numeric_limits<double>::infinity()};
+  CHECK(first_not_finite(Dtype::kF64, std::as_bytes(std::span(doubles))) == 1);
+  const uint8_t e4m3[] = {0x7e, 0xff};
+  CHECK(first_not_finite(Dtype::kF8E4M3, std::as_bytes(std::span(e4m3))) == 1);
+  const uint8_t e5m2[] = {0x7b, 0x7c};
+  CHECK(first_not_finite(Dtype::kF8E5M2, std::as_bytes(std::span(e5m2))) == 1);
+}
