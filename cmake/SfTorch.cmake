@@ -25,7 +25,7 @@ file(WRITE ${CMAKE_BINARY_DIR}/sf_torch_pch.cpp.in "// compiled once for the pre
 configure_file(${CMAKE_BINARY_DIR}/sf_torch_pch.cpp.in ${CMAKE_BINARY_DIR}/sf_torch_pch.cpp COPYONLY)
 add_library(sf_torch_pch OBJECT ${CMAKE_BINARY_DIR}/sf_torch_pch.cpp)
 target_link_libraries(sf_torch_pch PRIVATE sf_torch)
-target_compile_options(sf_torch_pch PRIVATE -fPIC -fpch-preprocess -Wall -Wextra -Wshadow -Wnon-virtual-dtor)
+target_compile_options(sf_torch_pch PRIVATE -fPIC -fpch-preprocess -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-missing-field-initializers)
 target_precompile_headers(sf_torch_pch PRIVATE <ATen/ATen.h> <torch/csrc/autograd/custom_function.h>)
 
 # Gives a target LibTorch, the shared precompiled header and the RPATHs of LibTorch's folders.

@@ -77,7 +77,6 @@ Unusable WindowLoader::unusable() const {
 Window WindowLoader::make(int64_t number) {
   Window window;
   window.number = number;
-  Unusable unusable;
   const int64_t position = number * options_.window.entries();
   for (int64_t micro_step = 0; micro_step < options_.window.accumulation_steps; ++micro_step) {
     std::vector<std::optional<Sample>> rows;
@@ -85,7 +84,7 @@ Window WindowLoader::make(int64_t number) {
       std::optional<Sample> sample;
       if (entry) {
         sample = read_prepared(source_, algorithm_, entry->sample,
-                               sample_context(options_.seed, entry->epoch, entry->sample, false), unusable);
+                               sample_context(options_.seed, entry->epoch, entry->sample, false), met_);
       }
       if (sample) {
         ++window.samples;
@@ -99,8 +98,9 @@ Window WindowLoader::make(int64_t number) {
     window.batches.push_back(std::move(batch));
   }
   const std::lock_guard lock(mutex_);
-  unusable_.count += unusable.count;
-  unusable_.reasons.merge(unusable.reasons);
+  if (unusable_.count != met_.count) {
+    unusable_ = met_;
+  }
   return window;
 }
 

@@ -82,6 +82,7 @@ class WindowLoader {
   Options options_;
   SampleOrder order_;
   double seconds_waited_ = 0;
+  Unusable met_;             // the data thread's own; unusable_ is its copy
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

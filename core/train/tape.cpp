@@ -168,15 +168,15 @@ int64_t TapeRunner::uses_left(const std::vector<int64_t>& planned, int64_t unit)
   return planned.empty() ? kUnknownUses : std::max<int64_t>(1, planned[unit] - used_[unit]);
 }
 
-Value TapeRunner::constant(const at::Tensor& tensor) {
+TapeValue TapeRunner::constant(const at::Tensor& tensor) {
   SF_CHECK(tensor.defined(), "a constant has no tensor");
   if (tensor.requires_grad()) {
     throw Error(ExitCode::kInternal, "a tensor that requires grad was given as a constant, so its gradient would be lost",
-                "pass the Value that the runner returned, or detach what really is constant");
+                "pass the TapeValue that the runner returned, or detach what really is constant");
   }
   auto node = std::make_shared<ValueNode>();
   node->tensor = tensor;
-  return Value(std::move(node));
+  return TapeValue(std::move(node));
 }
 
 std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs) {
@@ -199,7 +199,7 @@ std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const 
   return outputs;
 }
 
-std::vector<Value> TapeRunner::run(int64_t index, const std::vector<Value>& inputs) {
+std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValue>& inputs) {
   SF_CHECK(index >= 0 && index < static_cast<int64_t>(units_.size()), "there is no unit {}", index);
   UnitState& unit = *units_[index];
   const bool evaluating = phase_ == Phase::evaluate;
@@ -207,7 +207,7 @@ std::vector<Value> TapeRunner::run(int64_t index, const std::vector<Value>& inpu
 
   Use use{.unit = index, .use = use_number, .inputs = {}, .outputs = {}, .graph_outputs = {}, .recompute = unit.recompute};
   std::vector<at::Tensor> tensors;
-  for (const Value& input : inputs) {
+  for (const TapeValue& input : inputs) {
     SF_CHECK(static_cast<bool>(input), "unit '{}' got an empty value", unit.spec->name);
     const auto& node = input.node();
     if (node->place >= 0 && !evaluating) {
@@ -220,7 +220,7 @@ std::vector<Value> TapeRunner::run(int64_t index, const std::vector<Value>& inpu
     use.inputs.push_back(node);
   }
 
-  std::vector<Value> values;
+  std::vector<TapeValue> values;
   try {
     const int64_t left = uses_left(evaluating ? planned_evaluate_ : planned_forward_, index);
     sharding_.before_use(index, phase_, left);
@@ -271,7 +271,7 @@ std::vector<Value> TapeRunner::run(int64_t index, const std::vector<Value>& inpu
   return values;
 }
 
-void TapeRunner::add_loss(const Value& numerator) {
+void TapeRunner::add_loss(const TapeValue& numerator) {
   const at::Tensor& tensor = numerator.tensor();
   SF_CHECK(tensor.dim() == 0 && tensor.scalar_type() == at::kFloat, "a loss is a scalar float32, found {} dimensions of type {}",
            tensor.dim(), c10::toString(tensor.scalar_type()));

@@ -59,9 +59,9 @@ class TapeRunner final : public Runner {
   /// Bytes of all gradient buffers.
   int64_t gradient_bytes() const;
 
-  std::vector<Value> run(int64_t index, const std::vector<Value>& inputs) override;
-  Value constant(const at::Tensor& tensor) override;
-  void add_loss(const Value& numerator) override;
+  std::vector<TapeValue> run(int64_t index, const std::vector<TapeValue>& inputs) override;
+  TapeValue constant(const at::Tensor& tensor) override;
+  void add_loss(const TapeValue& numerator) override;
   void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) override;
   const at::Tensor& seed() const override { return seed_; }
   Phase phase() const override { return phase_; }

@@ -13,7 +13,7 @@
 namespace {
 
 using sf::Phase;
-using sf::Value;
+using sf::TapeValue;
 using Tensors = std::vector<at::Tensor>;
 
 // Units here are plain ATen; asking for a fused operation would be a mistake in the test.
@@ -145,7 +145,7 @@ TEST_CASE("tape: a unit used four times that hands keys on gives the gradients o
   const at::Tensor x = random({4, 3}), keys = random({2, 3});
 
   bench.runner->begin_micro_step();
-  Value h = bench.runner->constant(x), k = bench.runner->constant(keys);
+  TapeValue h = bench.runner->constant(x), k = bench.runner->constant(keys);
   for (int i = 0; i < 4; ++i) {
     const auto out = bench.runner->run(0, {h, k});
     h = out[0];
@@ -320,7 +320,7 @@ TEST_CASE("tape: a change in the order of units ends the run") {
   bench.open();
   const auto micro_step = [&](int uses) {
     bench.runner->begin_micro_step();
-    Value h = bench.runner->constant(random({2, 3}));
+    TapeValue h = bench.runner->constant(random({2, 3}));
     for (int i = 0; i < uses; ++i) {
       h = bench.runner->run(0, {h})[0];
     }

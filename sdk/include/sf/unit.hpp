@@ -64,10 +64,10 @@ struct ValueNode {
 };
 
 /// A place on the tape, not a tensor.
-class Value {
+class TapeValue {
  public:
-  Value() = default;
-  explicit Value(std::shared_ptr<ValueNode> node) : node_(std::move(node)) {}
+  TapeValue() = default;
+  explicit TapeValue(std::shared_ptr<ValueNode> node) : node_(std::move(node)) {}
   /// A detached leaf. Nothing differentiable may happen between units; the runner refuses what comes back with a graph.
   const at::Tensor& tensor() const { return node_->tensor; }
   const std::shared_ptr<ValueNode>& node() const { return node_; }
@@ -86,11 +86,11 @@ struct StepInfo {
 class Runner {
  public:
   /// Runs unit `index` of describe(). Same order of calls on every rank and for every batch.
-  virtual std::vector<Value> run(int64_t index, const std::vector<Value>& inputs) = 0;
+  virtual std::vector<TapeValue> run(int64_t index, const std::vector<TapeValue>& inputs) = 0;
   /// Ids, masks, features, frozen tables: no gradient. A tensor that requires grad is refused.
-  virtual Value constant(const at::Tensor& tensor) = 0;
+  virtual TapeValue constant(const at::Tensor& tensor) = 0;
   /// A scalar float32 to differentiate with gradient 1: numerator * seed(). Its sum over a window and the ranks is the loss.
-  virtual void add_loss(const Value& numerator) = 0;
+  virtual void add_loss(const TapeValue& numerator) = 0;
   /// numerator / denominator, summed each over window and ranks. Tensors without graph, same shape: scalar, or [p] for one figure per position,
   /// reported as position_1/NAME, position_2/NAME ... (slot 0 is the known token and has none).
   virtual void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) = 0;
