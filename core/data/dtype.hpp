@@ -1,8 +1,8 @@
 // core/data/dtype.hpp
 //
-// Element types of tensors in files, under the names that safetensors uses. This folder: reads and writes tensor files,
-// token files and features; in: paths; out: views of mapped bytes, or an sf::Error with file, key, found, expected.
-// Nothing in it needs LibTorch.
+// Element types of tensors in files, under the names that safetensors uses. This folder: reads and writes
+// tensor files, token files and features; in: paths; out: views of mapped bytes, or an sf::Error with file,
+// key, found, expected. Nothing in it needs LibTorch.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,23 @@
 
 namespace sf {
 
-enum class Dtype { kBool, kU8, kI8, kF8E4M3, kF8E5M2, kU16, kI16, kF16, kBF16, kU32, kI32, kF32, kU64, kI64, kF64 };
+enum class Dtype {
+  kBool,
+  kU8,
+  kI8,
+  kF8E4M3,
+  kF8E5M2,
+  kU16,
+  kI16,
+  kF16,
+  kBF16,
+  kU32,
+  kI32,
+  kF32,
+  kU64,
+  kI64,
+  kF64
+};
 
 /// "BF16", "F32", "I64" ...
 [[nodiscard]] const char* dtype_name(Dtype dtype);

@@ -26,7 +26,9 @@ Json features_json(const std::vector<FeatureTensor>& features) {
   return result;
 }
 
-std::span<const std::byte> bytes_of_numbers(const std::vector<int64_t>& numbers) { return std::as_bytes(std::span(numbers)); }
+std::span<const std::byte> bytes_of_numbers(const std::vector<int64_t>& numbers) {
+  return std::as_bytes(std::span(numbers));
+}
 
 }  // namespace
 
@@ -42,9 +44,13 @@ int64_t FeatureManifest::tokens() const {
   return sum;
 }
 
-std::string FeatureManifest::recipe_fingerprint() const {
+std::string FeatureManifest::target_fingerprint() const {
   const Json* print = target.find("fingerprint");
-  return sha256(std::string_view(format("{} {} {} {} {} {}", kFormat, kVersion, print == nullptr ? "" : print->as_string(),
+  return print == nullptr ? "" : print->as_string();
+}
+
+std::string FeatureManifest::recipe_fingerprint() const {
+  return sha256(std::string_view(format("{} {} {} {} {} {}", kFormat, kVersion, target_fingerprint(),
                                         features_json(features).dump(), tokens_sha256, max_length)));
 }
 
@@ -88,8 +94,9 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
       throw Error(ExitCode::kData, format("{}: not a manifest of features", path));
     }
     if (json.at("version").as_int() != kVersion) {
-      throw Error(ExitCode::kData, format("{}: written in version {} of the format, {} is understood", path,
-                                          json.at("version").as_int(), kVersion),
+      throw Error(ExitCode::kData,
+                  format("{}: written in version {} of the format, {} is understood", path,
+                         json.at("version").as_int(), kVersion),
                   "capture the features again");
     }
     manifest.target = json.at("target");
@@ -112,7 +119,8 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
     for (const Json& entry : json.at("shards").items()) {
       FeatureShard shard;
       shard.file = entry.at("file").as_string();
-      if (shard.file.empty() || shard.file.find('/') != std::string::npos) throw JsonError("shard '" + shard.file + "' is no file name");
+      if (shard.file.empty() || shard.file.find('/') != std::string::npos)
+        throw JsonError("shard '" + shard.file + "' is no file name");
       shard.bytes = entry.at("bytes").as_int();
       shard.sha256 = entry.at("sha256").as_string();
       shard.first_sample = entry.at("first_sample").as_int();
@@ -124,7 +132,8 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
       manifest.shards.push_back(std::move(shard));
     }
     if (json.at("fingerprint").as_string() != manifest.fingerprint()) {
-      throw Error(ExitCode::kData, format("{}: damaged: its content does not have its fingerprint", path), "capture the features again");
+      throw Error(ExitCode::kData, format("{}: damaged: its content does not have its fingerprint", path),
+                  "capture the features again");
     }
   } catch (const JsonError& error) {
     throw Error(ExitCode::kData, format("{}: {}", path, error.what()), "capture the features again");
@@ -138,9 +147,13 @@ int64_t shard_bytes(const std::vector<FeatureTensor>& features, int64_t records,
   return records * 3 * bytes_of(Dtype::kI64) + tokens * token_bytes;
 }
 
-ShardWriter::ShardWriter(std::filesystem::path path, std::vector<FeatureTensor> features, std::span<const TokenSample> samples,
-                         int64_t first_sample, const std::string& recipe_fingerprint)
-    : path_(std::move(path)), part_(path_.string() + ".part"), features_(std::move(features)), first_sample_(first_sample) {
+ShardWriter::ShardWriter(std::filesystem::path path, std::vector<FeatureTensor> features,
+                         std::span<const TokenSample> samples, int64_t first_sample,
+                         const std::string& recipe_fingerprint)
+    : path_(std::move(path)),
+      part_(path_.string() + ".part"),
+      features_(std::move(features)),
+      first_sample_(first_sample) {
   const auto records = static_cast<int64_t>(samples.size());
   std::vector<int64_t> sample_numbers;
   std::vector<int64_t> ids;
@@ -158,7 +171,8 @@ ShardWriter::ShardWriter(std::filesystem::path path, std::vector<FeatureTensor> 
                                 {"record.length", Dtype::kI64, {records}},
                                 {"input_ids", Dtype::kI64, {tokens}},
                                 {"loss_mask", Dtype::kI64, {tokens}}};
-  for (const FeatureTensor& feature : features_) specs.push_back({feature.key, feature.dtype, {tokens, feature.width}});
+  for (const FeatureTensor& feature : features_)
+    specs.push_back({feature.key, feature.dtype, {tokens, feature.width}});
   writer_ = std::make_unique<SafetensorsWriter>(
       part_, specs, std::map<std::string, std::string>{{"format", kFormat}, {"recipe", recipe_fingerprint}});
   writer_->write("record.sample", 0, bytes_of_numbers(sample_numbers));
@@ -178,8 +192,9 @@ void ShardWriter::put(int64_t index, size_t feature, std::span<const std::byte> 
   const FeatureTensor& what = features_.at(feature);
   const auto i = static_cast<size_t>(index);
   const int64_t row = what.width * bytes_of(what.dtype);
-  SF_CHECK(static_cast<int64_t>(bytes.size()) == lengths_.at(i) * row, "record {} of '{}' has {} bytes, {} rows of {} expected",
-           index, what.key, bytes.size(), lengths_.at(i), row);
+  SF_CHECK(static_cast<int64_t>(bytes.size()) == lengths_.at(i) * row,
+           "record {} of '{}' has {} bytes, {} rows of {} expected", index, what.key, bytes.size(),
+           lengths_.at(i), row);
   writer_->write(what.key, starts_.at(i) * row, bytes);
 }
 
@@ -203,7 +218,8 @@ FeatureShard ShardWriter::finish() {
   shard.sha256 = sha256_file(part_);
   std::error_code failed;
   std::filesystem::rename(part_, path_, failed);
-  if (failed) throw Error(ExitCode::kData, format("{}: naming the finished shard: {}", path_, failed.message()));
+  if (failed)
+    throw Error(ExitCode::kData, format("{}: naming the finished shard: {}", path_, failed.message()));
   sync_path(path_.parent_path());
   writer_.reset();
   return shard;

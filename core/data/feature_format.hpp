@@ -1,9 +1,9 @@
 // core/data/feature_format.hpp
 //
-// How captured features lie on disk: a folder with manifest.json and shards of safetensors (docs/feature-format.md). A shard
-// holds whole records one after another in a few large tensors, so it is read by mmap without copies and by anything that
-// reads safetensors. A capture that is not finished has capture.json in place of manifest.json; every shard that either
-// names is whole.
+// How captured features lie on disk: a folder with manifest.json and shards of safetensors
+// (docs/feature-format.md). A shard holds whole records one after another in a few large tensors, so it is
+// read by mmap without copies and by anything that reads safetensors. A capture that is not finished has
+// capture.json in place of manifest.json; every shard that either names is whole.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +27,10 @@ inline constexpr const char* kUnfinishedName = "capture.json";
 struct FeatureTensor {
   std::string key;  // "hidden_states"
   Dtype dtype = Dtype::kBF16;
-  int64_t width = 0;               // layer_ids.size() x hidden, or hidden for the last state
-  std::vector<int64_t> layer_ids = {};  // target layers in the order of their columns; empty for the last state
-  bool last_state = false;         // the target's post-norm state
+  int64_t width = 0;  // layer_ids.size() x hidden, or hidden for the last state
+  std::vector<int64_t> layer_ids =
+      {};                   // target layers in the order of their columns; empty for the last state
+  bool last_state = false;  // the target's post-norm state
 
   friend bool operator==(const FeatureTensor&, const FeatureTensor&) = default;
 };
@@ -47,13 +48,15 @@ struct FeatureShard {
 struct FeatureManifest {
   Json target = Json::object();  // model_type, hidden_size, num_hidden_layers, vocab_size, fingerprint
   std::vector<FeatureTensor> features;
-  std::string tokens_sha256;        // tokens_fingerprint of the samples
-  int64_t max_length = 0;           // samples were cut to it; 0: they were not
+  std::string tokens_sha256;         // tokens_fingerprint of the samples
+  int64_t max_length = 0;            // samples were cut to it; 0: they were not
   int64_t samples_unsupervised = 0;  // left out: no two neighbouring supervised tokens
   std::vector<FeatureShard> shards;
 
   [[nodiscard]] int64_t records() const;
   [[nodiscard]] int64_t tokens() const;
+  /// The target's own; empty when it was not recorded.
+  [[nodiscard]] std::string target_fingerprint() const;
   /// What identifies the data: target, tokens, features and the checksums of all shards.
   [[nodiscard]] std::string fingerprint() const;
   /// Equal for two captures that would write the same shards.
@@ -64,20 +67,23 @@ struct FeatureManifest {
 };
 
 /// Bytes that a shard with these records will have, but for its header of about 1 KiB.
-[[nodiscard]] int64_t shard_bytes(const std::vector<FeatureTensor>& features, int64_t records, int64_t tokens);
+[[nodiscard]] int64_t shard_bytes(const std::vector<FeatureTensor>& features, int64_t records,
+                                  int64_t tokens);
 
 /// Writes one shard under a temporary name and gives it its own when it is whole.
 class ShardWriter {
  public:
   /// `samples` are the records in their order; `first_sample` is the number of the first one.
-  ShardWriter(std::filesystem::path path, std::vector<FeatureTensor> features, std::span<const TokenSample> samples,
-              int64_t first_sample, const std::string& recipe_fingerprint);
+  ShardWriter(std::filesystem::path path, std::vector<FeatureTensor> features,
+              std::span<const TokenSample> samples, int64_t first_sample,
+              const std::string& recipe_fingerprint);
   /// Takes away what was not finished.
   ~ShardWriter();
   ShardWriter(const ShardWriter&) = delete;
   ShardWriter& operator=(const ShardWriter&) = delete;
 
-  /// One feature of record `index` (from 0), [tokens of the sample, width] row-major. Records may come in any order.
+  /// One feature of record `index` (from 0), [tokens of the sample, width] row-major. Records may come in any
+  /// order.
   void put(int64_t index, size_t feature, std::span<const std::byte> bytes);
   /// Marks a record as not usable; readers skip it.
   void refuse(int64_t index);

@@ -12,7 +12,8 @@ namespace sf {
 
 namespace {
 
-// A value is NaN or infinite when all bits of its exponent are set. Whole blocks are looked at without a branch for each.
+// A value is NaN or infinite when all bits of its exponent are set. Whole blocks are looked at without a
+// branch for each.
 template <class Bits>
 int64_t first_with_all(std::span<const std::byte> bytes, Bits exponent) {
   const size_t count = bytes.size() / sizeof(Bits);
@@ -50,11 +51,20 @@ TensorView as_int64(const TensorView& view) {
   };
   switch (view.dtype) {
     case Dtype::kBool:
-    case Dtype::kU8: widen(uint8_t{0}); break;
-    case Dtype::kI8: widen(int8_t{0}); break;
-    case Dtype::kI16: widen(int16_t{0}); break;
-    case Dtype::kI32: widen(int32_t{0}); break;
-    default: return view;  // left for the check to refuse
+    case Dtype::kU8:
+      widen(uint8_t{0});
+      break;
+    case Dtype::kI8:
+      widen(int8_t{0});
+      break;
+    case Dtype::kI16:
+      widen(int16_t{0});
+      break;
+    case Dtype::kI32:
+      widen(int32_t{0});
+      break;
+    default:
+      return view;  // left for the check to refuse
   }
   TensorView result = view;
   result.dtype = Dtype::kI64;
@@ -71,7 +81,8 @@ std::span<const int64_t> numbers_of(const TensorView& view, std::vector<int64_t>
 
 void cut(TensorView& view, int64_t tokens) {
   if (view.shape[0] <= tokens) return;
-  view.bytes = view.bytes.first(view.bytes.size() / static_cast<size_t>(view.shape[0]) * static_cast<size_t>(tokens));
+  view.bytes =
+      view.bytes.first(view.bytes.size() / static_cast<size_t>(view.shape[0]) * static_cast<size_t>(tokens));
   view.shape[0] = tokens;
 }
 
@@ -84,24 +95,30 @@ class ShardedStore final : public FeatureStore {
     const std::filesystem::path manifest_path = folder / kManifestName;
     const FeatureManifest manifest = FeatureManifest::read(manifest_path);
     fingerprint_ = manifest.fingerprint();
+    target_fingerprint_ = manifest.target_fingerprint();
     check_manifest(manifest, manifest_path);
     for (const FeatureShard& entry : manifest.shards) {
       const std::filesystem::path path = folder / entry.file;
       if (!std::filesystem::is_regular_file(path)) {
-        throw Error(ExitCode::kData, format("{}: the manifest names it, but it is missing", path), "capture the features again");
+        throw Error(ExitCode::kData, format("{}: the manifest names it, but it is missing", path),
+                    "capture the features again");
       }
       Shard shard{SafetensorsFile::open(path), {}, {}};
       if (shard.file.file_bytes() != entry.bytes) {
-        throw Error(ExitCode::kData, format("{}: has {} bytes, the manifest says {}", path, shard.file.file_bytes(), entry.bytes),
-                    "capture the features again");
+        throw Error(
+            ExitCode::kData,
+            format("{}: has {} bytes, the manifest says {}", path, shard.file.file_bytes(), entry.bytes),
+            "capture the features again");
       }
       if (needs_.verify_checksums && sha256_file(path) != entry.sha256) {
-        throw Error(ExitCode::kData, format("{}: damaged: its SHA-256 is not the manifest's", path), "capture the features again");
+        throw Error(ExitCode::kData, format("{}: damaged: its SHA-256 is not the manifest's", path),
+                    "capture the features again");
       }
       add_records(shard, entry);
       shards_.push_back(std::move(shard));
     }
-    if (records_.empty()) throw Error(ExitCode::kData, format("{}: there is no record in these features", folder));
+    if (records_.empty())
+      throw Error(ExitCode::kData, format("{}: there is no record in these features", folder));
   }
 
   [[nodiscard]] int64_t size() const override { return static_cast<int64_t>(records_.size()); }
@@ -110,6 +127,7 @@ class ShardedStore final : public FeatureStore {
     return format("{}: record {}", shards_[place.shard].file.path(), place.record);
   }
   [[nodiscard]] const std::string& fingerprint() const override { return fingerprint_; }
+  [[nodiscard]] std::string target_fingerprint() const override { return target_fingerprint_; }
 
  protected:
   [[nodiscard]] std::vector<TensorView> stored(int64_t index) const override {
@@ -121,7 +139,8 @@ class ShardedStore final : public FeatureStore {
       TensorView view = whole;
       const int64_t row = static_cast<int64_t>(whole.bytes.size()) / whole.shape[0];
       view.shape[0] = place.length;
-      view.bytes = whole.bytes.subspan(static_cast<size_t>(place.start * row), static_cast<size_t>(place.length * row));
+      view.bytes = whole.bytes.subspan(static_cast<size_t>(place.start * row),
+                                       static_cast<size_t>(place.length * row));
       views.push_back(std::move(view));
     }
     return views;
@@ -138,12 +157,12 @@ class ShardedStore final : public FeatureStore {
   };
 
   void check_manifest(const FeatureManifest& manifest, const std::filesystem::path& path) const {
-    const Json* fingerprint = manifest.target.find("fingerprint");
-    const std::string found = fingerprint == nullptr ? "" : fingerprint->as_string();
+    const std::string found = manifest.target_fingerprint();
     if (!needs_.target_fingerprint.empty() && found != needs_.target_fingerprint) {
       throw Error(ExitCode::kData,
-                  format("{}: these features are of another target: its fingerprint is {}, model.target_model_path has {}", path,
-                         found.substr(0, 12), needs_.target_fingerprint.substr(0, 12)),
+                  format("{}: these features are of another target: its fingerprint is {}, "
+                         "model.target_model_path has {}",
+                         path, found.substr(0, 12), needs_.target_fingerprint.substr(0, 12)),
                   "capture features of this target, or name the target that they come from");
     }
     for (const FeatureNeed& need : needs_.features) {
@@ -155,16 +174,19 @@ class ShardedStore final : public FeatureStore {
       }
       if (feature == nullptr) {
         if (need.optional) continue;
-        throw Error(ExitCode::kData, format("{}: there is no feature '{}'; there are: {}", path, need.key, keys),
+        throw Error(ExitCode::kData,
+                    format("{}: there is no feature '{}'; there are: {}", path, need.key, keys),
                     "capture the features for this algorithm");
       }
       if (!need.layer_ids.empty() && feature->layer_ids != need.layer_ids) {
-        throw Error(ExitCode::kData, format("{}: '{}' was captured at layers {}, the draft reads layers {}", path, need.key,
-                                            feature->layer_ids, need.layer_ids),
+        throw Error(ExitCode::kData,
+                    format("{}: '{}' was captured at layers {}, the draft reads layers {}", path, need.key,
+                           feature->layer_ids, need.layer_ids),
                     "capture again, or set model.target_layer_ids to the captured ones");
       }
       if (need.last_state && !feature->last_state) {
-        throw Error(ExitCode::kData, format("{}: '{}' is not the target's last state", path, need.key), "capture the features again");
+        throw Error(ExitCode::kData, format("{}: '{}' is not the target's last state", path, need.key),
+                    "capture the features again");
       }
     }
   }
@@ -173,8 +195,8 @@ class ShardedStore final : public FeatureStore {
     const auto column = [&](const char* name) {
       const TensorView& view = shard.file.at(name);
       if (view.dtype != Dtype::kI64 || view.shape.size() != 1) {
-        throw Error(ExitCode::kData, format("{}: '{}' is {} {}, I64 [records] expected", shard.file.path(), name,
-                                            dtype_name(view.dtype), view.shape));
+        throw Error(ExitCode::kData, format("{}: '{}' is {} {}, I64 [records] expected", shard.file.path(),
+                                            name, dtype_name(view.dtype), view.shape));
       }
       std::vector<int64_t> numbers;
       (void)numbers_of(view, numbers);
@@ -186,36 +208,42 @@ class ShardedStore final : public FeatureStore {
     const int64_t tokens = ids.shape.empty() ? 0 : ids.shape[0];
     for (const TensorView& tensor : shard.file.tensors()) {
       if (!tensor.name.starts_with("record.") && (tensor.shape.empty() || tensor.shape[0] != tokens)) {
-        throw Error(ExitCode::kData, format("{}: '{}' has shape {}, but 'input_ids' {}", shard.file.path(), tensor.name, tensor.shape,
-                                            ids.shape));
+        throw Error(ExitCode::kData, format("{}: '{}' has shape {}, but 'input_ids' {}", shard.file.path(),
+                                            tensor.name, tensor.shape, ids.shape));
       }
     }
     int64_t records = 0;
     for (size_t i = 0; i < shard.lengths.size(); ++i) {
       const int64_t length = shard.lengths[i];
       if (length == 0) continue;  // refused by the capture
-      if (i >= shard.starts.size() || length < 0 || shard.starts[i] < 0 || shard.starts[i] > tokens - length) {
-        throw Error(ExitCode::kData, format("{}: record {} lies outside its {} tokens", shard.file.path(), i, tokens));
+      if (i >= shard.starts.size() || length < 0 || shard.starts[i] < 0 ||
+          shard.starts[i] > tokens - length) {
+        throw Error(ExitCode::kData,
+                    format("{}: record {} lies outside its {} tokens", shard.file.path(), i, tokens));
       }
       records_.push_back({shards_.size(), static_cast<int64_t>(i), shard.starts[i], length});
       ++records;
     }
     if (records != entry.records) {
-      throw Error(ExitCode::kData, format("{}: has {} records, the manifest says {}", shard.file.path(), records, entry.records));
+      throw Error(ExitCode::kData, format("{}: has {} records, the manifest says {}", shard.file.path(),
+                                          records, entry.records));
     }
   }
 
   std::vector<Shard> shards_;
   std::vector<Place> records_;
   std::string fingerprint_;
+  std::string target_fingerprint_;
 };
 
 // The reference's layout: one file a record.
 class TorchFolderStore final : public FeatureStore {
  public:
-  TorchFolderStore(const std::filesystem::path& folder, std::vector<std::filesystem::path> files, FeatureNeeds needs)
+  TorchFolderStore(const std::filesystem::path& folder, std::vector<std::filesystem::path> files,
+                   FeatureNeeds needs)
       : FeatureStore(std::move(needs)), files_(std::move(files)) {
-    // Names, sizes and both ends of each file: enough to notice another data set, cheap for a hundred thousand files.
+    // Names, sizes and both ends of each file: enough to notice another data set, cheap for a hundred
+    // thousand files.
     Sha256 sha;
     constexpr size_t kEnd = 4096;
     for (const std::filesystem::path& path : files_) {
@@ -229,7 +257,9 @@ class TorchFolderStore final : public FeatureStore {
   }
 
   [[nodiscard]] int64_t size() const override { return static_cast<int64_t>(files_.size()); }
-  [[nodiscard]] std::string record_name(int64_t index) const override { return files_.at(static_cast<size_t>(index)).string(); }
+  [[nodiscard]] std::string record_name(int64_t index) const override {
+    return files_.at(static_cast<size_t>(index)).string();
+  }
   [[nodiscard]] const std::string& fingerprint() const override { return fingerprint_; }
 
  protected:
@@ -258,17 +288,25 @@ std::vector<std::filesystem::path> torch_files(const std::filesystem::path& fold
 
 int64_t first_not_finite(Dtype dtype, std::span<const std::byte> bytes) {
   switch (dtype) {
-    case Dtype::kBF16: return first_with_all<uint16_t>(bytes, 0x7f80);
-    case Dtype::kF16: return first_with_all<uint16_t>(bytes, 0x7c00);
-    case Dtype::kF32: return first_with_all<uint32_t>(bytes, 0x7f800000);
-    case Dtype::kF64: return first_with_all<uint64_t>(bytes, 0x7ff0000000000000);
-    case Dtype::kF8E4M3: return first_with_all<uint8_t>(bytes, 0x7f);  // this type has no infinity and one NaN
-    case Dtype::kF8E5M2: return first_with_all<uint8_t>(bytes, 0x7c);
-    default: return -1;
+    case Dtype::kBF16:
+      return first_with_all<uint16_t>(bytes, 0x7f80);
+    case Dtype::kF16:
+      return first_with_all<uint16_t>(bytes, 0x7c00);
+    case Dtype::kF32:
+      return first_with_all<uint32_t>(bytes, 0x7f800000);
+    case Dtype::kF64:
+      return first_with_all<uint64_t>(bytes, 0x7ff0000000000000);
+    case Dtype::kF8E4M3:
+      return first_with_all<uint8_t>(bytes, 0x7f);  // this type has no infinity and one NaN
+    case Dtype::kF8E5M2:
+      return first_with_all<uint8_t>(bytes, 0x7c);
+    default:
+      return -1;
   }
 }
 
-std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& folder, const FeatureNeeds& needs) {
+std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& folder,
+                                                 const FeatureNeeds& needs) {
   if (!std::filesystem::is_directory(folder)) {
     throw Error(ExitCode::kData, format("{}: there is no such folder of features", folder),
                 "sf-host capture makes one; data.hidden_states_path names it");
@@ -282,7 +320,9 @@ std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& fo
   } else {
     std::vector<std::filesystem::path> files = torch_files(folder);
     if (files.empty()) {
-      throw Error(ExitCode::kData, format("{}: there are no features in this folder: no {}, no *.ckpt, no *.ckpt.gz", folder, kManifestName),
+      throw Error(ExitCode::kData,
+                  format("{}: there are no features in this folder: no {}, no *.ckpt, no *.ckpt.gz", folder,
+                         kManifestName),
                   "sf-host capture makes them; data.hidden_states_path names the folder");
     }
     store = std::make_unique<TorchFolderStore>(folder, std::move(files), needs);
@@ -291,7 +331,9 @@ std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& fo
   return store;
 }
 
-std::vector<TensorView> FeatureStore::record(int64_t index) const { return checked(index, needs_.features); }
+std::vector<TensorView> FeatureStore::record(int64_t index) const {
+  return checked(index, needs_.features);
+}
 
 std::vector<TensorView> FeatureStore::checked(int64_t index, const std::vector<FeatureNeed>& wanted) const {
   SF_CHECK(index >= 0 && index < size(), "record {} of {}", index, size());
@@ -330,7 +372,8 @@ std::vector<TensorView> FeatureStore::checked(int64_t index, const std::vector<F
   std::vector<int64_t> aligned;
   for (const int64_t id : numbers_of(result[0], aligned)) {
     if (id < 0 || (needs_.vocab_size > 0 && id >= needs_.vocab_size)) {
-      throw refuse(format("'input_ids' has the token {}, but the target has the tokens 0 to {}", id, needs_.vocab_size - 1));
+      throw refuse(format("'input_ids' has the token {}, but the target has the tokens 0 to {}", id,
+                          needs_.vocab_size - 1));
     }
   }
   for (const int64_t supervised : numbers_of(result[1], aligned)) {
@@ -345,15 +388,16 @@ std::vector<TensorView> FeatureStore::checked(int64_t index, const std::vector<F
       throw refuse(format("'{}' is {}, a floating type expected", need.key, dtype_name(view.dtype)));
     }
     if (view.shape.size() != 2 || view.shape[0] != tokens || view.shape[1] != need.width) {
-      throw refuse(format("'{}' has shape {}, [{}, {}] expected (tokens, {})", need.key, view.shape, tokens, need.width,
-                          need.layer_ids.empty() ? std::string("hidden_size")
-                                                 : format("{} layers x hidden_size {}", need.layer_ids.size(),
-                                                          need.width / static_cast<int64_t>(need.layer_ids.size()))));
+      throw refuse(format(
+          "'{}' has shape {}, [{}, {}] expected (tokens, {})", need.key, view.shape, tokens, need.width,
+          need.layer_ids.empty() ? std::string("hidden_size")
+                                 : format("{} layers x hidden_size {}", need.layer_ids.size(),
+                                          need.width / static_cast<int64_t>(need.layer_ids.size()))));
     }
     if (needs_.max_length > 0) cut(view, needs_.max_length);
     if (const int64_t at = first_not_finite(view.dtype, view.bytes); at >= 0) {
-      throw refuse(format("'{}' has a value that is not finite (NaN or infinity) at token {}, column {}", need.key, at / need.width,
-                          at % need.width));
+      throw refuse(format("'{}' has a value that is not finite (NaN or infinity) at token {}, column {}",
+                          need.key, at / need.width, at % need.width));
     }
     result.push_back(std::move(view));
   }
@@ -370,7 +414,8 @@ TokenSample FeatureStore::sample_tokens(int64_t index) const {
     if (view.name == "input_ids") {
       (void)numbers_of(view, sample.input_ids);
     } else if (view.name == "loss_mask") {
-      for (const int64_t value : numbers_of(view, numbers)) sample.loss_mask.push_back(static_cast<uint8_t>(value != 0));
+      for (const int64_t value : numbers_of(view, numbers))
+        sample.loss_mask.push_back(static_cast<uint8_t>(value != 0));
     }
   }
   sample.id = record_name(index);

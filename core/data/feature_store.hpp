@@ -1,8 +1,8 @@
 // core/data/feature_store.hpp
 //
-// Features as training reads them, whichever way they were stored: our format (core/data/feature_format.hpp) or a folder of
-// the reference's .ckpt and .ckpt.gz files, sorted by path as strings. Every record is checked when it is read, so a damaged
-// one ends a run with its name instead of spoiling it.
+// Features as training reads them, whichever way they were stored: our format (core/data/feature_format.hpp)
+// or a folder of the reference's .ckpt and .ckpt.gz files, sorted by path as strings. Every record is checked
+// when it is read, so a damaged one ends a run with its name instead of spoiling it.
 #pragma once
 
 #include <cstdint>
@@ -20,27 +20,28 @@ namespace sf {
 
 /// A feature that an algorithm reads.
 struct FeatureNeed {
-  std::string key;                 // "hidden_states"
-  int64_t width = 0;               // layers x hidden
-  bool optional = false;           // left out of records that do not have it
+  std::string key;                      // "hidden_states"
+  int64_t width = 0;                    // layers x hidden
+  bool optional = false;                // left out of records that do not have it
   std::vector<int64_t> layer_ids = {};  // compared with the manifest where there is one
   bool last_state = false;
 };
 
 struct FeatureNeeds {
   std::vector<FeatureNeed> features = {};
-  int64_t vocab_size = 0;          // ids must be below it; 0: not checked
-  int64_t max_length = 0;          // longer records keep their head; 0: no limit
+  int64_t vocab_size = 0;               // ids must be below it; 0: not checked
+  int64_t max_length = 0;               // longer records keep their head; 0: no limit
   std::string target_fingerprint = {};  // compared with the manifest's; empty: not compared
-  bool verify_checksums = false;   // read every shard once and compare its SHA-256
+  bool verify_checksums = false;        // read every shard once and compare its SHA-256
 };
 
 /// Reading is thread-safe.
 class FeatureStore {
  public:
-  /// Opens a folder, checks what can be known beforehand (manifest, sizes, layer ids, target) and reads the first record.
-  /// Throws sf::Error (data) with file, key, found and expected.
-  [[nodiscard]] static std::unique_ptr<FeatureStore> open(const std::filesystem::path& folder, const FeatureNeeds& needs);
+  /// Opens a folder, checks what can be known beforehand (manifest, sizes, layer ids, target) and reads the
+  /// first record. Throws sf::Error (data) with file, key, found and expected.
+  [[nodiscard]] static std::unique_ptr<FeatureStore> open(const std::filesystem::path& folder,
+                                                          const FeatureNeeds& needs);
   virtual ~FeatureStore() = default;
 
   [[nodiscard]] virtual int64_t size() const = 0;
@@ -48,9 +49,12 @@ class FeatureStore {
   [[nodiscard]] virtual std::string record_name(int64_t index) const = 0;
   /// The same for the same content; part of a checkpoint, so that a resumed run knows its data again.
   [[nodiscard]] virtual const std::string& fingerprint() const = 0;
+  /// target_fingerprint() of the target that the features come from; empty where it was not recorded.
+  [[nodiscard]] virtual std::string target_fingerprint() const { return ""; }
 
-  /// "input_ids" [s] int64, "loss_mask" [s] int64, and each feature that was asked for, [s, width], cut to max_length.
-  /// Checked: types, equal lengths, ids within the vocabulary, widths, no NaN or infinity. Throws sf::Error (data).
+  /// "input_ids" [s] int64, "loss_mask" [s] int64, and each feature that was asked for, [s, width], cut to
+  /// max_length. Checked: types, equal lengths, ids within the vocabulary, widths, no NaN or infinity. Throws
+  /// sf::Error (data).
   [[nodiscard]] std::vector<TensorView> record(int64_t index) const;
   /// Ids and mask alone, cut and checked in the same way.
   [[nodiscard]] TokenSample sample_tokens(int64_t index) const;

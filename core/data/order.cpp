@@ -13,15 +13,19 @@ std::vector<int64_t> epoch_permutation(uint64_t seed, int64_t epoch, int64_t cou
   const PhiloxStream stream(seed, "order");
   std::vector<std::pair<uint64_t, int64_t>> drawn(static_cast<size_t>(count));
   for (int64_t sample = 0; sample < count; ++sample) {
-    drawn[static_cast<size_t>(sample)] = {stream.bits(static_cast<uint64_t>(epoch), static_cast<uint64_t>(sample), 0), sample};
+    drawn[static_cast<size_t>(sample)] = {
+        stream.bits(static_cast<uint64_t>(epoch), static_cast<uint64_t>(sample), 0), sample};
   }
-  std::sort(drawn.begin(), drawn.end());  // equal draws (1 in 2^64) are ordered by sample, so the result is still defined
+  std::sort(drawn.begin(),
+            drawn.end());  // equal draws (1 in 2^64) are ordered by sample, so the result is still defined
   std::vector<int64_t> permutation(drawn.size());
-  std::transform(drawn.begin(), drawn.end(), permutation.begin(), [](const auto& pair) { return pair.second; });
+  std::transform(drawn.begin(), drawn.end(), permutation.begin(),
+                 [](const auto& pair) { return pair.second; });
   return permutation;
 }
 
-SampleOrder::SampleOrder(uint64_t seed, int64_t samples, int64_t epochs) : seed_(seed), samples_(samples), epochs_(epochs) {
+SampleOrder::SampleOrder(uint64_t seed, int64_t samples, int64_t epochs)
+    : seed_(seed), samples_(samples), epochs_(epochs) {
   SF_CHECK(samples > 0, "an order needs samples, got {}", samples);
   SF_CHECK(epochs >= 0, "number of epochs is {}", epochs);
 }

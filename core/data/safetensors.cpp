@@ -18,7 +18,7 @@ namespace sf {
 namespace {
 
 constexpr uint64_t kHeaderBytesMax = 100'000'000;  // the format's own limit
-constexpr size_t kAlignment = 8;                   // of the first tensor's bytes, as the format's own writers do
+constexpr size_t kAlignment = 8;  // of the first tensor's bytes, as the format's own writers do
 
 uint64_t little_endian_64(std::span<const std::byte> bytes) {
   uint64_t value = 0;
@@ -34,17 +34,20 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
   const auto refuse = [&](const std::string& what, const std::string& hint = "") {
     return Error(ExitCode::kData, path.string() + ": " + what, hint);
   };
-  static constexpr const char* kTruncatedHint = "the file is damaged or was not written to its end: copy or make it again";
+  static constexpr const char* kTruncatedHint =
+      "the file is damaged or was not written to its end: copy or make it again";
 
   result.file_ = std::make_shared<const MappedFile>(path);
   const std::span<const std::byte> file = result.file_->bytes();
   if (file.size() < 8) {
-    throw refuse("not a safetensors file: it has " + std::to_string(file.size()) + " bytes, at least 8 expected", kTruncatedHint);
+    throw refuse(
+        "not a safetensors file: it has " + std::to_string(file.size()) + " bytes, at least 8 expected",
+        kTruncatedHint);
   }
   const uint64_t header_bytes = little_endian_64(file);
   if (header_bytes > kHeaderBytesMax) {
-    throw refuse("not a safetensors file: its header would have " + std::to_string(header_bytes) + " bytes, at most " +
-                 std::to_string(kHeaderBytesMax) + " allowed");
+    throw refuse("not a safetensors file: its header would have " + std::to_string(header_bytes) +
+                 " bytes, at most " + std::to_string(kHeaderBytesMax) + " allowed");
   }
   if (header_bytes > file.size() - 8) {
     throw refuse("truncated: the header has " + std::to_string(header_bytes) + " bytes, the file only " +
@@ -52,7 +55,8 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
                  kTruncatedHint);
   }
   const std::string_view text(reinterpret_cast<const char*>(file.data()) + 8, header_bytes);
-  if (text.empty() || text.front() != '{') throw refuse("not a safetensors file: the header does not start with {");
+  if (text.empty() || text.front() != '{')
+    throw refuse("not a safetensors file: the header does not start with {");
 
   Json header;
   try {
@@ -69,7 +73,8 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
   std::vector<Range> ranges;
   for (const auto& [name, entry] : header.entries()) {
     if (name == "__metadata__") {
-      if (!entry.is_object()) throw refuse("damaged header: __metadata__ is " + std::string(entry.kind_name()));
+      if (!entry.is_object())
+        throw refuse("damaged header: __metadata__ is " + std::string(entry.kind_name()));
       for (const auto& [key, value] : entry.entries()) {
         if (!value.is_string()) throw refuse("damaged header: __metadata__ '" + key + "' is not a string");
         result.metadata_[key] = value.as_string();
@@ -86,7 +91,8 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
       view.dtype = *dtype;
       for (const Json& extent : entry.at("shape").items()) view.shape.push_back(extent.as_int());
       const Json& offsets = entry.at("data_offsets");
-      if (offsets.items().size() != 2) throw JsonError("data_offsets has " + std::to_string(offsets.size()) + " elements");
+      if (offsets.items().size() != 2)
+        throw JsonError("data_offsets has " + std::to_string(offsets.size()) + " elements");
       range = {offsets.at(size_t{0}).as_int(), offsets.at(size_t{1}).as_int()};
     } catch (const JsonError& error) {
       throw refuse("damaged header: tensor '" + name + "': " + error.what());
@@ -95,14 +101,15 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
     if (!count || *count > (int64_t{1} << 58)) {
       throw refuse("tensor '" + name + "' has the impossible shape " + shape_text(view.shape));
     }
-    if (range.begin < 0 || range.end < range.begin || range.end - range.begin != *count * bytes_of(view.dtype)) {
+    if (range.begin < 0 || range.end < range.begin ||
+        range.end - range.begin != *count * bytes_of(view.dtype)) {
       throw refuse("damaged header: tensor '" + name + "' has bytes " + std::to_string(range.begin) + " to " +
-                   std::to_string(range.end) + ", but shape " + shape_text(view.shape) + " in " + dtype_name(view.dtype) +
-                   " needs " + std::to_string(*count * bytes_of(view.dtype)));
+                   std::to_string(range.end) + ", but shape " + shape_text(view.shape) + " in " +
+                   dtype_name(view.dtype) + " needs " + std::to_string(*count * bytes_of(view.dtype)));
     }
     if (range.end > static_cast<int64_t>(data.size())) {
-      throw refuse("truncated: tensor '" + name + "' ends at byte " + std::to_string(range.end) + " of the data, the file has " +
-                       std::to_string(data.size()),
+      throw refuse("truncated: tensor '" + name + "' ends at byte " + std::to_string(range.end) +
+                       " of the data, the file has " + std::to_string(data.size()),
                    kTruncatedHint);
     }
     view.bytes = data.subspan(static_cast<size_t>(range.begin), static_cast<size_t>(range.end - range.begin));
@@ -122,13 +129,15 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
   for (const size_t i : order) {
     if (ranges[i].begin != end) {
       throw refuse("damaged header: tensor '" + result.tensors_[i].name + "' starts at byte " +
-                   std::to_string(ranges[i].begin) + ", but the tensor before it ends at " + std::to_string(end));
+                   std::to_string(ranges[i].begin) + ", but the tensor before it ends at " +
+                   std::to_string(end));
     }
     end = ranges[i].end;
     sorted.push_back(std::move(result.tensors_[i]));
   }
   if (end != static_cast<int64_t>(data.size())) {
-    throw refuse("the tensors end at byte " + std::to_string(end) + " of the data, the file has " + std::to_string(data.size()),
+    throw refuse("the tensors end at byte " + std::to_string(end) + " of the data, the file has " +
+                     std::to_string(data.size()),
                  kTruncatedHint);
   }
   result.tensors_ = std::move(sorted);
@@ -146,14 +155,18 @@ const TensorView& SafetensorsFile::at(std::string_view name) const {
   std::vector<std::string> names;
   for (const TensorView& tensor : tensors_) names.push_back(tensor.name);
   const std::string near = did_you_mean(name, names);
-  throw Error(ExitCode::kData, path_.string() + ": there is no tensor '" + std::string(name) + "' among " +
-                                   std::to_string(names.size()),
+  throw Error(ExitCode::kData,
+              path_.string() + ": there is no tensor '" + std::string(name) + "' among " +
+                  std::to_string(names.size()),
               near.empty() ? "" : "did you mean '" + near + "'?");
 }
 
-int64_t SafetensorsFile::file_bytes() const { return static_cast<int64_t>(file_->bytes().size()); }
+int64_t SafetensorsFile::file_bytes() const {
+  return static_cast<int64_t>(file_->bytes().size());
+}
 
-SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path, const std::vector<TensorSpec>& tensors,
+SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
+                                     const std::vector<TensorSpec>& tensors,
                                      const std::map<std::string, std::string>& metadata, int failure_code)
     : path_(path), failure_code_(failure_code) {
   Json header = Json::object();
@@ -164,12 +177,16 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path, const st
   }
   int64_t offset = 0;
   for (const TensorSpec& tensor : tensors) {
-    SF_CHECK(element_count(tensor.shape).has_value(), "tensor '{}' has shape {}", tensor.name, shape_text(tensor.shape));
+    SF_CHECK(element_count(tensor.shape).has_value(), "tensor '{}' has shape {}", tensor.name,
+             shape_text(tensor.shape));
     const int64_t bytes = tensor.bytes();
-    SF_CHECK(ranges_.emplace(tensor.name, std::pair(offset, bytes)).second, "tensor '{}' is given twice", tensor.name);
-    header.set(tensor.name, Json::object({{"dtype", dtype_name(tensor.dtype)},
-                                          {"shape", Json::array_of(tensor.shape)},
-                                          {"data_offsets", Json::array_of(std::vector<int64_t>{offset, offset + bytes})}}));
+    SF_CHECK(ranges_.emplace(tensor.name, std::pair(offset, bytes)).second, "tensor '{}' is given twice",
+             tensor.name);
+    header.set(
+        tensor.name,
+        Json::object({{"dtype", dtype_name(tensor.dtype)},
+                      {"shape", Json::array_of(tensor.shape)},
+                      {"data_offsets", Json::array_of(std::vector<int64_t>{offset, offset + bytes})}}));
     offset += bytes;
   }
   std::string text = header.dump();
@@ -182,7 +199,8 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path, const st
   descriptor_ = ::open(path.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0666);
   if (descriptor_ < 0) fail("creating it", errno);
   try {
-    // Real blocks, not a hole: a disk that is too small says so here and not after an hour. Not every file system can.
+    // Real blocks, not a hole: a disk that is too small says so here and not after an hour. Not every file
+    // system can.
     const int reserved = file_bytes_ > 0 ? ::posix_fallocate(descriptor_, 0, file_bytes_) : 0;
     if (reserved != 0 && reserved != EOPNOTSUPP && reserved != EINVAL) {
       fail("reserving " + human_bytes(file_bytes_), reserved);
@@ -234,8 +252,10 @@ void SafetensorsWriter::finish() {
 }
 
 void SafetensorsWriter::fail(const std::string& doing, int error_number) const {
-  throw Error(static_cast<ExitCode>(failure_code_), path_.string() + ": " + doing + ": " + std::strerror(error_number),
-              error_number == ENOSPC || error_number == EDQUOT ? "make room, or name a folder on another disk" : "");
+  throw Error(
+      static_cast<ExitCode>(failure_code_),
+      path_.string() + ": " + doing + ": " + std::strerror(error_number),
+      error_number == ENOSPC || error_number == EDQUOT ? "make room, or name a folder on another disk" : "");
 }
 
 void write_safetensors(const std::filesystem::path& path, const std::vector<TensorView>& tensors,

@@ -1,7 +1,8 @@
 // core/data/safetensors.hpp
 //
-// Files of named tensors: 8 bytes with the header's length, a JSON header, the tensors' bytes without gaps. Read by mmap,
-// so opening a file of any size costs its header. Format: https://huggingface.co/docs/safetensors.
+// Files of named tensors: 8 bytes with the header's length, a JSON header, the tensors' bytes without gaps.
+// Read by mmap, so opening a file of any size costs its header. Format:
+// https://huggingface.co/docs/safetensors.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,8 @@ namespace sf {
 
 class MappedFile;
 
-/// A tensor in row-major order somewhere in memory. `owner` keeps that memory; a view may outlive what made it.
+/// A tensor in row-major order somewhere in memory. `owner` keeps that memory; a view may outlive what made
+/// it.
 struct TensorView {
   std::string name;
   Dtype dtype = Dtype::kF32;
@@ -30,8 +32,9 @@ struct TensorView {
   std::shared_ptr<const void> owner;
 };
 
-/// An opened file. Everything in the header is checked when it is opened: names, types, extents, that each tensor's byte
-/// range fits its shape, that ranges neither overlap nor leave holes, and that the file is as long as they say.
+/// An opened file. Everything in the header is checked when it is opened: names, types, extents, that each
+/// tensor's byte range fits its shape, that ranges neither overlap nor leave holes, and that the file is as
+/// long as they say.
 class SafetensorsFile {
  public:
   /// Throws sf::Error (data) naming the file, and the tensor where there is one.
@@ -64,11 +67,13 @@ struct TensorSpec {
   [[nodiscard]] int64_t bytes() const { return element_count(shape).value_or(0) * bytes_of(dtype); }
 };
 
-/// Writes a file whose tensors are all known by shape beforehand; their bytes may come in any order and in pieces.
-/// The file has its final size from the start (so a full disk is found out at once) and is only complete after finish().
+/// Writes a file whose tensors are all known by shape beforehand; their bytes may come in any order and in
+/// pieces. The file has its final size from the start (so a full disk is found out at once) and is only
+/// complete after finish().
 class SafetensorsWriter {
  public:
-  /// Throws sf::Error with `failure` as its kind when the file can't be made: exit code 4 for features, 7 for checkpoints.
+  /// Throws sf::Error with `failure` as its kind when the file can't be made: exit code 4 for features, 7 for
+  /// checkpoints.
   SafetensorsWriter(const std::filesystem::path& path, const std::vector<TensorSpec>& tensors,
                     const std::map<std::string, std::string>& metadata, int failure_code = 4);
   ~SafetensorsWriter();
@@ -88,7 +93,8 @@ class SafetensorsWriter {
   int failure_code_;
   int descriptor_ = -1;
   int64_t file_bytes_ = 0;
-  std::map<std::string, std::pair<int64_t, int64_t>, std::less<>> ranges_;  // name -> offset in the file, bytes
+  std::map<std::string, std::pair<int64_t, int64_t>, std::less<>>
+      ranges_;  // name -> offset in the file, bytes
 };
 
 /// A whole small file at once: specs with their bytes, written beside `path` and renamed into place.

@@ -13,7 +13,8 @@ namespace {
 class Keys {
  public:
   Keys(const Json& config, const std::string& source) : source_(source) {
-    if (!config.is_object()) throw Error(ExitCode::kData, format("{}: an object expected, found {}", source, config.kind_name()));
+    if (!config.is_object())
+      throw Error(ExitCode::kData, format("{}: an object expected, found {}", source, config.kind_name()));
     const Json* text = config.find("text_config");
     if (text != nullptr && text->is_object()) places_.push_back(text);
     places_.push_back(&config);
@@ -30,7 +31,9 @@ class Keys {
     const Json* value = find(key);
     if (value == nullptr) return std::nullopt;
     const int64_t number = read<int64_t>(key, *value, [](const Json& json) { return json.as_int(); });
-    if (number <= 0) throw Error(ExitCode::kData, format("{}: \"{}\" is {}, a positive number expected", source_, key, number));
+    if (number <= 0)
+      throw Error(ExitCode::kData,
+                  format("{}: \"{}\" is {}, a positive number expected", source_, key, number));
     return number;
   }
   [[nodiscard]] int64_t required(std::string_view key) const {
@@ -40,15 +43,19 @@ class Keys {
   }
   [[nodiscard]] bool flag(std::string_view key, bool otherwise) const {
     const Json* value = find(key);
-    return value == nullptr ? otherwise : read<bool>(key, *value, [](const Json& json) { return json.as_bool(); });
+    return value == nullptr ? otherwise
+                            : read<bool>(key, *value, [](const Json& json) { return json.as_bool(); });
   }
   [[nodiscard]] double number(std::string_view key, double otherwise) const {
     const Json* value = find(key);
-    return value == nullptr ? otherwise : read<double>(key, *value, [](const Json& json) { return json.as_double(); });
+    return value == nullptr ? otherwise
+                            : read<double>(key, *value, [](const Json& json) { return json.as_double(); });
   }
   [[nodiscard]] std::string text(std::string_view key, std::string otherwise) const {
     const Json* value = find(key);
-    return value == nullptr ? otherwise : read<std::string>(key, *value, [](const Json& json) { return json.as_string(); });
+    return value == nullptr
+               ? otherwise
+               : read<std::string>(key, *value, [](const Json& json) { return json.as_string(); });
   }
 
  private:
@@ -97,8 +104,9 @@ TargetConfig target_config(const Json& config, const std::string& source, draft:
   } else if (facts.hidden_size % facts.num_attention_heads == 0) {
     facts.head_dim = facts.hidden_size / facts.num_attention_heads;
   } else {
-    throw Error(ExitCode::kData, format("{}: there is no \"head_dim\", and {} heads do not divide hidden_size {}", source,
-                                        facts.num_attention_heads, facts.hidden_size));
+    throw Error(ExitCode::kData,
+                format("{}: there is no \"head_dim\", and {} heads do not divide hidden_size {}", source,
+                       facts.num_attention_heads, facts.hidden_size));
   }
   if (facts.num_attention_heads % facts.num_key_value_heads != 0) {
     throw Error(ExitCode::kData, format("{}: {} attention heads can't share {} key-value heads", source,
@@ -106,7 +114,8 @@ TargetConfig target_config(const Json& config, const std::string& source, draft:
   }
   facts.rms_norm_eps = keys.number("rms_norm_eps", 1e-6);
   const bool attention_bias = keys.flag("attention_bias", false);
-  facts.qkv_bias = attention_bias || facts.model_type == "qwen2";  // Qwen2 has them always and does not say so
+  facts.qkv_bias =
+      attention_bias || facts.model_type == "qwen2";  // Qwen2 has them always and does not say so
   facts.output_bias = attention_bias && facts.model_type != "qwen2";
   facts.mlp_bias = keys.flag("mlp_bias", false) && facts.model_type == "llama";
   facts.query_key_norm = facts.model_type == "qwen3";
@@ -114,7 +123,8 @@ TargetConfig target_config(const Json& config, const std::string& source, draft:
   facts.dtype = keys.text("dtype", keys.text("torch_dtype", "float32"));
   facts.logits_width_multiplier = keys.number("logits_mup_width_multiplier", 0);
   if (facts.tied_embeddings && facts.logits_width_multiplier != 0) {
-    throw Error(ExitCode::kData, format("{}: logits_mup_width_multiplier with tied embeddings is not defined", source));
+    throw Error(ExitCode::kData,
+                format("{}: logits_mup_width_multiplier with tied embeddings is not defined", source));
   }
   try {
     facts.rope = draft::rope_from_config(config, facts.head_dim, rounding);
@@ -136,7 +146,8 @@ std::string why_not_runnable(const Json& config, const TargetConfig& facts) {
   if (keys.flag("use_sliding_window", false)) return "it has sliding-window layers (use_sliding_window)";
   if (const Json* types = keys.find("layer_types"); types != nullptr && types->is_array()) {
     for (const Json& type : types->items()) {
-      if (!type.is_string() || type.as_string() != "full_attention") return format("it has layers of type {}", type.dump());
+      if (!type.is_string() || type.as_string() != "full_attention")
+        return format("it has layers of type {}", type.dump());
     }
   }
   if (keys.find("quantization_config") != nullptr) return "its weights are quantized (quantization_config)";

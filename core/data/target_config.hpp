@@ -1,6 +1,7 @@
 // core/data/target_config.hpp
 //
-// What a target's config.json says about its decoder, checked and in one spelling. No LibTorch: the plan reads it too.
+// What a target's config.json says about its decoder, checked and in one spelling. No LibTorch: the plan
+// reads it too.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +20,17 @@ struct TargetConfig {
   int64_t num_hidden_layers = 0;
   int64_t num_attention_heads = 0;
   int64_t num_key_value_heads = 0;
-  int64_t head_dim = 0;         // need not be hidden_size / num_attention_heads
-  int64_t vocab_size = 0;       // rows of embedding and head: padded_vocab_size where there is one
+  int64_t head_dim = 0;    // need not be hidden_size / num_attention_heads
+  int64_t vocab_size = 0;  // rows of embedding and head: padded_vocab_size where there is one
   double rms_norm_eps = 1e-6;
   bool qkv_bias = false;
-  bool output_bias = false;     // of the attention's output projection
+  bool output_bias = false;  // of the attention's output projection
   bool mlp_bias = false;
   bool query_key_norm = false;  // Qwen3
   bool tied_embeddings = false;
   std::string dtype = "float32";  // "bfloat16", "float16", "float32": what the weights are meant to run in
-  double logits_width_multiplier = 0;  // logits_mup_width_multiplier; the head is divided by it. 0: there is none
+  double logits_width_multiplier =
+      0;  // logits_mup_width_multiplier; the head is divided by it. 0: there is none
   int64_t max_position_embeddings = 0;
   draft::Rope rope;
 };

@@ -25,18 +25,22 @@ TokenSample parse_sample(std::string_view line, const TokenLimits& limits) {
   const Json::Array& mask = record.at("loss_mask").items();
   if (ids.empty()) throw JsonError("input_ids is empty");
   if (ids.size() != mask.size()) {
-    throw JsonError(format("input_ids has {} elements, loss_mask {}; the same number expected", ids.size(), mask.size()));
+    throw JsonError(
+        format("input_ids has {} elements, loss_mask {}; the same number expected", ids.size(), mask.size()));
   }
-  const size_t kept = limits.max_length > 0 ? std::min(ids.size(), static_cast<size_t>(limits.max_length)) : ids.size();
+  const size_t kept =
+      limits.max_length > 0 ? std::min(ids.size(), static_cast<size_t>(limits.max_length)) : ids.size();
   sample.input_ids.reserve(kept);
   sample.loss_mask.reserve(kept);
   for (size_t i = 0; i < ids.size(); ++i) {
     const int64_t id = ids[i].as_int();
     if (id < 0 || (limits.vocab_size > 0 && id >= limits.vocab_size)) {
-      throw JsonError(format("input_ids[{}] is {}, but the target has the tokens 0 to {}", i, id, limits.vocab_size - 1));
+      throw JsonError(
+          format("input_ids[{}] is {}, but the target has the tokens 0 to {}", i, id, limits.vocab_size - 1));
     }
     const int64_t supervised = mask[i].is_bool() ? static_cast<int64_t>(mask[i].as_bool()) : mask[i].as_int();
-    if (supervised != 0 && supervised != 1) throw JsonError(format("loss_mask[{}] is {}, 0 or 1 expected", i, supervised));
+    if (supervised != 0 && supervised != 1)
+      throw JsonError(format("loss_mask[{}] is {}, 0 or 1 expected", i, supervised));
     if (i >= kept) continue;  // checked all the same
     sample.input_ids.push_back(id);
     sample.loss_mask.push_back(static_cast<uint8_t>(supervised));
@@ -65,7 +69,8 @@ std::vector<TokenSample> read_tokens(const std::filesystem::path& path, const To
         std::string what = error.what();
         if (error.line() > 0) {  // the text's own place, counted in the file
           const size_t reason = what.find("not valid JSON");
-          what = format("column {}: {}", error.column(), what.substr(reason == std::string::npos ? 0 : reason));
+          what =
+              format("column {}: {}", error.column(), what.substr(reason == std::string::npos ? 0 : reason));
         }
         problems += format("\n  {}:{}: {}", path, number, what);
       }
@@ -73,7 +78,8 @@ std::vector<TokenSample> read_tokens(const std::filesystem::path& path, const To
   }
   if (broken > 0) {
     if (broken > kReportedMax) problems += format("\n  and {} more", broken - kReportedMax);
-    throw Error(ExitCode::kData, format("{}: {} of {} lines can't be used{}", path, broken, broken + samples.size(), problems),
+    throw Error(ExitCode::kData,
+                format("{}: {} of {} lines can't be used{}", path, broken, broken + samples.size(), problems),
                 "each line is an object with input_ids and loss_mask, lists of integers of the same length");
   }
   if (samples.empty()) throw Error(ExitCode::kData, format("{}: there is no sample in it", path));

@@ -1,7 +1,7 @@
 // core/data/tokens.hpp
 //
-// Conversations as tokens: a JSONL file, one object a line with "input_ids" and "loss_mask" (same length, the mask 0 or 1)
-// and perhaps an "id". What capture runs through the target.
+// Conversations as tokens: a JSONL file, one object a line with "input_ids" and "loss_mask" (same length, the
+// mask 0 or 1) and perhaps an "id". What capture runs through the target.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,11 @@ struct TokenLimits {
   int64_t max_length = 0;  // longer samples keep their head; 0: no limit
 };
 
-/// All samples of a file in its order. Empty lines are skipped. All broken lines are reported together (the first twenty in
-/// full), each with its number, found and expected; a file without a sample is refused. Throws sf::Error (data).
-[[nodiscard]] std::vector<TokenSample> read_tokens(const std::filesystem::path& path, const TokenLimits& limits);
+/// All samples of a file in its order. Empty lines are skipped. All broken lines are reported together (the
+/// first twenty in full), each with its number, found and expected; a file without a sample is refused.
+/// Throws sf::Error (data).
+[[nodiscard]] std::vector<TokenSample> read_tokens(const std::filesystem::path& path,
+                                                   const TokenLimits& limits);
 
 /// SHA-256 over the samples' ids and masks, whatever the file's spelling of them.
 [[nodiscard]] std::string tokens_fingerprint(const std::vector<TokenSample>& samples);

@@ -23,15 +23,29 @@ struct StorageType {
 };
 
 constexpr StorageType kStorageTypes[] = {
-    {"torch FloatStorage", Dtype::kF32}, {"torch DoubleStorage", Dtype::kF64}, {"torch HalfStorage", Dtype::kF16},
-    {"torch BFloat16Storage", Dtype::kBF16}, {"torch LongStorage", Dtype::kI64}, {"torch IntStorage", Dtype::kI32},
-    {"torch ShortStorage", Dtype::kI16}, {"torch CharStorage", Dtype::kI8}, {"torch ByteStorage", Dtype::kU8},
-    {"torch BoolStorage", Dtype::kBool},
+    {"torch FloatStorage", Dtype::kF32}, {"torch DoubleStorage", Dtype::kF64},
+    {"torch HalfStorage", Dtype::kF16},  {"torch BFloat16Storage", Dtype::kBF16},
+    {"torch LongStorage", Dtype::kI64},  {"torch IntStorage", Dtype::kI32},
+    {"torch ShortStorage", Dtype::kI16}, {"torch CharStorage", Dtype::kI8},
+    {"torch ByteStorage", Dtype::kU8},   {"torch BoolStorage", Dtype::kBool},
 };
 
 // What the pickle machine works on. A tensor is `storage` with offset, size and stride in elements.
 struct Value {
-  enum class Kind { kMark, kNone, kBool, kInt, kFloat, kText, kGlobal, kTuple, kList, kDict, kStorage, kTensor };
+  enum class Kind {
+    kMark,
+    kNone,
+    kBool,
+    kInt,
+    kFloat,
+    kText,
+    kGlobal,
+    kTuple,
+    kList,
+    kDict,
+    kStorage,
+    kTensor
+  };
   Kind kind = Kind::kNone;
   int64_t number = 0;  // kInt, kBool; element offset of a kTensor; element count of a kStorage
   std::string text;    // kText; kGlobal as "module name"; archive key of a kStorage or kTensor
@@ -89,14 +103,18 @@ class Unpickler {
         case 'R': reduce(); break;                                                // REDUCE
         case 'b': refuse("the pickle sets the state of an object; only plain tensors are read");
         // clang-format on
-        default: refuse("the pickle has the operation " + std::to_string(opcode) + ", which plain tensors do not need");
+        default:
+          refuse("the pickle has the operation " + std::to_string(opcode) +
+                 ", which plain tensors do not need");
       }
       if (stack_.size() > 1'000'000) refuse("damaged pickle: too many values");
     }
   }
 
  private:
-  [[noreturn]] void refuse(const std::string& what) const { throw Error(ExitCode::kData, file_ + ": " + what); }
+  [[noreturn]] void refuse(const std::string& what) const {
+    throw Error(ExitCode::kData, file_ + ": " + what);
+  }
 
   template <class Number>
   Number take() {
@@ -125,7 +143,8 @@ class Unpickler {
     if (count > 8) refuse("damaged pickle: a number of " + std::to_string(count) + " bytes");
     uint64_t value = 0;
     for (uint8_t i = 0; i < count; ++i) value |= uint64_t{take<uint8_t>()} << (8 * i);
-    if (count > 0 && count < 8 && (value >> (8 * count - 1)) != 0) value |= ~uint64_t{0} << (8 * count);  // sign
+    if (count > 0 && count < 8 && (value >> (8 * count - 1)) != 0)
+      value |= ~uint64_t{0} << (8 * count);  // sign
     return static_cast<int64_t>(value);
   }
 
@@ -161,9 +180,7 @@ class Unpickler {
     stack_.pop_back();
     return values;
   }
-  void tuple(size_t count) {
-    push_tuple(pop_many(count));
-  }
+  void tuple(size_t count) { push_tuple(pop_many(count)); }
   void push_tuple(std::vector<ValuePtr> items) {
     Value* tuple = push(Value::Kind::kTuple);
     for (ValuePtr& item : items) add_item(*tuple, std::move(item));
@@ -180,7 +197,8 @@ class Unpickler {
   }
   void set(std::vector<ValuePtr> values) {
     const ValuePtr dict = top();
-    if (dict->kind != Value::Kind::kDict || values.size() % 2 != 0) refuse("damaged pickle: items of something that is no dictionary");
+    if (dict->kind != Value::Kind::kDict || values.size() % 2 != 0)
+      refuse("damaged pickle: items of something that is no dictionary");
     for (ValuePtr& value : values) add_item(*dict, std::move(value));
   }
   void recall(uint32_t index) {
@@ -192,8 +210,10 @@ class Unpickler {
     bool allowed = name == kRebuildTensor || name == kOrderedDict;
     for (const StorageType& type : kStorageTypes) allowed = allowed || name == type.global;
     if (!allowed) {
-      throw Error(ExitCode::kData, file_ + ": the pickle asks for '" + name + "', which is not allowed: only plain tensors are read",
-                  "save a dictionary of plain CPU tensors with torch.save");
+      throw Error(
+          ExitCode::kData,
+          file_ + ": the pickle asks for '" + name + "', which is not allowed: only plain tensors are read",
+          "save a dictionary of plain CPU tensors with torch.save");
     }
     push(Value::Kind::kGlobal)->text = name;
   }
@@ -235,7 +255,8 @@ class Unpickler {
       refuse("damaged pickle: a call of something that can't be called");
     }
     if (function->text == kOrderedDict) {
-      if (!arguments->items.empty()) refuse("the pickle fills an OrderedDict in a way that plain tensors do not need");
+      if (!arguments->items.empty())
+        refuse("the pickle fills an OrderedDict in a way that plain tensors do not need");
       push(Value::Kind::kDict);
       return;
     }
@@ -292,9 +313,11 @@ TorchFile TorchFile::open(const std::filesystem::path& path) {
   std::string stem;
   for (const std::string& entry : archive.entries()) {
     static constexpr std::string_view kEnd = "/data.pkl";
-    if (entry.size() > kEnd.size() && entry.ends_with(kEnd)) stem = entry.substr(0, entry.size() - kEnd.size() + 1);
+    if (entry.size() > kEnd.size() && entry.ends_with(kEnd))
+      stem = entry.substr(0, entry.size() - kEnd.size() + 1);
   }
-  if (stem.empty()) throw Error(ExitCode::kData, name + ": not a file of torch.save: the archive has no data.pkl");
+  if (stem.empty())
+    throw Error(ExitCode::kData, name + ": not a file of torch.save: the archive has no data.pkl");
   if (archive.contains(stem + "byteorder")) {
     const ZipBytes order = archive.read(stem + "byteorder");
     if (std::string_view(reinterpret_cast<const char*>(order.bytes.data()), order.bytes.size()) != "little") {
@@ -304,7 +327,8 @@ TorchFile TorchFile::open(const std::filesystem::path& path) {
 
   const ZipBytes pickle = archive.read(stem + "data.pkl");
   const ValuePtr root = Unpickler(pickle.bytes, name).run();
-  if (root->kind != Value::Kind::kDict) throw Error(ExitCode::kData, name + ": a dictionary of tensors was expected");
+  if (root->kind != Value::Kind::kDict)
+    throw Error(ExitCode::kData, name + ": a dictionary of tensors was expected");
 
   TorchFile result;
   for (size_t i = 0; i + 1 < root->items.size(); i += 2) {
@@ -315,25 +339,28 @@ TorchFile TorchFile::open(const std::filesystem::path& path) {
     const std::optional<int64_t> count = element_count(value.shape);
     if (!count) throw Error(ExitCode::kData, where + " has the impossible shape " + shape_text(value.shape));
     if (!is_contiguous(value)) {
-      throw Error(ExitCode::kData, where + " has shape " + shape_text(value.shape) + " with strides " +
-                                       shape_text(value.stride) + ", but row-major order is expected",
+      throw Error(ExitCode::kData,
+                  where + " has shape " + shape_text(value.shape) + " with strides " +
+                      shape_text(value.stride) + ", but row-major order is expected",
                   "save tensor.contiguous()");
     }
     const ZipBytes storage = archive.read(stem + "data/" + value.text);
     const int64_t element = bytes_of(value.dtype);
     const auto elements = static_cast<int64_t>(storage.bytes.size()) / element;
     if (value.number < 0 || value.storage_elements != elements || *count > elements - value.number) {
-      throw Error(ExitCode::kData, where + " has shape " + shape_text(value.shape) + " at element " +
-                                       std::to_string(value.number) + " of a storage that should have " +
-                                       std::to_string(value.storage_elements) + " elements and has " +
-                                       std::to_string(elements),
+      throw Error(ExitCode::kData,
+                  where + " has shape " + shape_text(value.shape) + " at element " +
+                      std::to_string(value.number) + " of a storage that should have " +
+                      std::to_string(value.storage_elements) + " elements and has " +
+                      std::to_string(elements),
                   "the file is damaged or was not written to its end: copy or make it again");
     }
     TensorView view;
     view.name = key.text;
     view.dtype = value.dtype;
     view.shape = value.shape;
-    view.bytes = storage.bytes.subspan(static_cast<size_t>(value.number * element), static_cast<size_t>(*count * element));
+    view.bytes = storage.bytes.subspan(static_cast<size_t>(value.number * element),
+                                       static_cast<size_t>(*count * element));
     view.owner = storage.owner ? storage.owner : owner;
     result.tensors_.push_back(std::move(view));
   }

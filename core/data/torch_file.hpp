@@ -1,8 +1,9 @@
 // core/data/torch_file.hpp
 //
-// Files written by torch.save: a zip archive with a pickle of a dictionary and one entry for each storage. Only what a
-// dictionary of plain tensors needs is understood; every other global that a pickle names is refused, so reading a file runs
-// no code of it. `.gz` files are unpacked to memory first; uncompressed ones are mapped and not copied.
+// Files written by torch.save: a zip archive with a pickle of a dictionary and one entry for each storage.
+// Only what a dictionary of plain tensors needs is understood; every other global that a pickle names is
+// refused, so reading a file runs no code of it. `.gz` files are unpacked to memory first; uncompressed ones
+// are mapped and not copied.
 #pragma once
 
 #include <filesystem>

@@ -40,7 +40,8 @@ WeightFolder WeightFolder::open(const std::filesystem::path& folder) {
       for (const auto& [name, file] : index.at("weight_map").entries()) {
         promised[name] = file.as_string();
         if (file.as_string().find('/') != std::string::npos) {
-          throw Error(ExitCode::kData, format("{}: '{}' lies outside the folder", index_path, file.as_string()));
+          throw Error(ExitCode::kData,
+                      format("{}: '{}' lies outside the folder", index_path, file.as_string()));
         }
         shards.insert(file.as_string());
       }
@@ -50,7 +51,8 @@ WeightFolder WeightFolder::open(const std::filesystem::path& folder) {
     }
     std::string missing;
     for (const std::filesystem::path& path : paths) {
-      if (!std::filesystem::is_regular_file(path)) missing += (missing.empty() ? "" : ", ") + path.filename().string();
+      if (!std::filesystem::is_regular_file(path))
+        missing += (missing.empty() ? "" : ", ") + path.filename().string();
     }
     if (!missing.empty()) {
       throw Error(ExitCode::kData, format("{}: shards of {} are missing: {}", folder, kIndexName, missing),
@@ -62,7 +64,8 @@ WeightFolder WeightFolder::open(const std::filesystem::path& folder) {
     paths = safetensors_files(folder);
     if (paths.size() != 1) {
       throw Error(ExitCode::kData,
-                  format("{}: there is no model.safetensors and no {}, but {} other *.safetensors files", folder, kIndexName, paths.size()),
+                  format("{}: there is no model.safetensors and no {}, but {} other *.safetensors files",
+                         folder, kIndexName, paths.size()),
                   "name a Hugging Face model folder with its weights as safetensors");
     }
   }
@@ -77,7 +80,8 @@ WeightFolder WeightFolder::open(const std::filesystem::path& folder) {
   }
   for (const auto& [name, file] : promised) {
     if (result.tensors_.find(name) == result.tensors_.end()) {
-      throw Error(ExitCode::kData, format("{}: '{}' should be in {} as {} says, but is not", folder, name, file, kIndexName),
+      throw Error(ExitCode::kData,
+                  format("{}: '{}' should be in {} as {} says, but is not", folder, name, file, kIndexName),
                   "fetch the whole model again");
     }
   }
@@ -100,7 +104,8 @@ const TensorView* WeightFolder::find_in_decoder(std::string_view name) const {
   static constexpr std::string_view kModel = "model.";
   if (name.starts_with(kModel)) {
     const std::string rest(name.substr(kModel.size()));
-    for (const char* prefix : {"model.language_model.", "language_model.model.", "model.text_model.", "language_model.", ""}) {
+    for (const char* prefix :
+         {"model.language_model.", "language_model.model.", "model.text_model.", "language_model.", ""}) {
       if (const TensorView* tensor = find(prefix + rest)) return tensor;
     }
   } else {
@@ -113,7 +118,8 @@ const TensorView* WeightFolder::find_in_decoder(std::string_view name) const {
 
 std::string target_fingerprint(const Json& config, const WeightFolder& weights) {
   Json facts = config;
-  for (const char* note : {"_name_or_path", "transformers_version", "architectures", "use_cache"}) facts.remove(note);
+  for (const char* note : {"_name_or_path", "transformers_version", "architectures", "use_cache"})
+    facts.remove(note);
   Sha256 sha;
   std::vector<std::string> keys;  // in one order, however the file has them
   for (const auto& [key, value] : facts.entries()) keys.push_back(key);

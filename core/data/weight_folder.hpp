@@ -1,7 +1,8 @@
 // core/data/weight_folder.hpp
 //
-// The tensors of a Hugging Face model folder by name, whichever of its files they lie in: one safetensors file, or shards
-// with model.safetensors.index.json. Names are found with and without the prefixes that wrapped models put before them.
+// The tensors of a Hugging Face model folder by name, whichever of its files they lie in: one safetensors
+// file, or shards with model.safetensors.index.json. Names are found with and without the prefixes that
+// wrapped models put before them.
 #pragma once
 
 #include <filesystem>
@@ -18,16 +19,17 @@ namespace sf {
 
 class WeightFolder {
  public:
-  /// Opens every shard (headers only). Throws sf::Error (data): folder or shard missing, index and shards that disagree,
-  /// damaged headers.
+  /// Opens every shard (headers only). Throws sf::Error (data): folder or shard missing, index and shards
+  /// that disagree, damaged headers.
   [[nodiscard]] static WeightFolder open(const std::filesystem::path& folder);
 
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
   [[nodiscard]] std::vector<std::string> names() const;
   /// The tensor of exactly this name, or nullptr.
   [[nodiscard]] const TensorView* find(std::string_view name) const;
-  /// The tensor that a decoder calls `name` ("model.embed_tokens.weight"): under that name, or with the prefix of this
-  /// folder's wrapping ("model.language_model.embed_tokens.weight", "language_model.model. ...", "embed_tokens.weight").
+  /// The tensor that a decoder calls `name` ("model.embed_tokens.weight"): under that name, or with the
+  /// prefix of this folder's wrapping ("model.language_model.embed_tokens.weight", "language_model.model.
+  /// ...", "embed_tokens.weight").
   [[nodiscard]] const TensorView* find_in_decoder(std::string_view name) const;
 
   WeightFolder(WeightFolder&&) = default;
@@ -43,8 +45,9 @@ class WeightFolder {
   std::map<std::string, const TensorView*, std::less<>> tensors_;
 };
 
-/// SHA-256 over the configuration (without the notes of the program that wrote it), every tensor's name, type and shape, and
-/// bytes from its start, middle and end: two targets differ in it when any tensor was trained further. Reads about 12 KiB a tensor.
+/// SHA-256 over the configuration (without the notes of the program that wrote it), every tensor's name, type
+/// and shape, and bytes from its start, middle and end: two targets differ in it when any tensor was trained
+/// further. Reads about 12 KiB a tensor.
 [[nodiscard]] std::string target_fingerprint(const Json& config, const WeightFolder& weights);
 
 }  // namespace sf

@@ -20,7 +20,8 @@ constexpr uint32_t kDirectoryEnd64Locator = 0x07064b50;
 constexpr uint16_t kExtraZip64 = 1;
 constexpr uint16_t kStored = 0;
 constexpr uint16_t kDeflated = 8;
-constexpr const char* kDamagedHint = "the file is damaged or was not written to its end: copy or make it again";
+constexpr const char* kDamagedHint =
+    "the file is damaged or was not written to its end: copy or make it again";
 
 [[noreturn]] void refuse(const std::string& name, const std::string& what) {
   throw Error(ExitCode::kData, name + ": " + what, kDamagedHint);
@@ -53,7 +54,8 @@ class Bytes {
 
 }  // namespace
 
-ZipArchive::ZipArchive(std::span<const std::byte> archive, std::string name) : archive_(archive), name_(std::move(name)) {
+ZipArchive::ZipArchive(std::span<const std::byte> archive, std::string name)
+    : archive_(archive), name_(std::move(name)) {
   const Bytes bytes(archive_, name_);
   constexpr uint64_t kEndBytes = 22;
   if (archive_.size() < 4 || bytes.number<uint32_t>(0) != kLocalHeader) {
@@ -122,7 +124,8 @@ std::vector<std::string> ZipArchive::entries() const {
 
 ZipBytes ZipArchive::read(std::string_view entry_name) const {
   const auto found = entries_.find(entry_name);
-  if (found == entries_.end()) refuse(name_, "the zip archive has no entry '" + std::string(entry_name) + "'");
+  if (found == entries_.end())
+    refuse(name_, "the zip archive has no entry '" + std::string(entry_name) + "'");
   const Entry& entry = found->second;
   const Bytes bytes(archive_, name_);
   if (bytes.number<uint32_t>(entry.header_offset) != kLocalHeader) {
@@ -139,11 +142,13 @@ ZipBytes ZipArchive::read(std::string_view entry_name) const {
     refuse(name_, "zip entry '" + found->first + "' is packed by method " + std::to_string(entry.method) +
                       "; stored (0) and deflated (8) are understood");
   }
-  // Deflate reaches 1032:1 at most, so a size that packed bytes can't hold is a lie and not worth an allocation.
+  // Deflate reaches 1032:1 at most, so a size that packed bytes can't hold is a lie and not worth an
+  // allocation.
   if (entry.bytes / 1032 > entry.packed_bytes + 64) refuse(name_, "damaged zip entry '" + found->first + "'");
   auto unpacked = std::make_shared<std::vector<std::byte>>(entry.bytes);
   z_stream stream{};
-  if (inflateInit2(&stream, -MAX_WBITS) != Z_OK) throw Error(ExitCode::kData, name_ + ": zlib could not start");
+  if (inflateInit2(&stream, -MAX_WBITS) != Z_OK)
+    throw Error(ExitCode::kData, name_ + ": zlib could not start");
   const std::byte* in = packed.data();
   uint64_t in_left = packed.size();
   std::byte* out = unpacked->data();
@@ -168,16 +173,19 @@ ZipBytes ZipArchive::read(std::string_view entry_name) const {
   return {std::span<const std::byte>(*unpacked), unpacked};
 }
 
-std::shared_ptr<const std::vector<std::byte>> unpack_gzip(std::span<const std::byte> packed, const std::string& name) {
+std::shared_ptr<const std::vector<std::byte>> unpack_gzip(std::span<const std::byte> packed,
+                                                          const std::string& name) {
   constexpr size_t kPiece = size_t{1} << 20;
   auto unpacked = std::make_shared<std::vector<std::byte>>();
   z_stream stream{};
-  if (inflateInit2(&stream, 16 + MAX_WBITS) != Z_OK) throw Error(ExitCode::kData, name + ": zlib could not start");
+  if (inflateInit2(&stream, 16 + MAX_WBITS) != Z_OK)
+    throw Error(ExitCode::kData, name + ": zlib could not start");
   int status = Z_OK;
   size_t in_done = 0;
   size_t out_done = 0;
   while (true) {
-    if (unpacked->size() - out_done < kPiece) unpacked->resize(std::max(unpacked->size() * 2, out_done + 4 * kPiece));
+    if (unpacked->size() - out_done < kPiece)
+      unpacked->resize(std::max(unpacked->size() * 2, out_done + 4 * kPiece));
     const size_t in_now = std::min(packed.size() - in_done, size_t{1} << 30);
     const size_t out_now = std::min(unpacked->size() - out_done, size_t{1} << 30);
     stream.next_in = const_cast<Bytef*>(reinterpret_cast<const Bytef*>(packed.data() + in_done));

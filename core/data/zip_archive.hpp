@@ -1,6 +1,7 @@
 // core/data/zip_archive.hpp
 //
-// Entries of a zip archive in memory, stored or deflated, zip64 included. In: bytes; out: the bytes of an entry.
+// Entries of a zip archive in memory, stored or deflated, zip64 included. In: bytes; out: the bytes of an
+// entry.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// Shapes: b batch · t tokens · h hidden · n heads · m key-value heads · d head size · r rotary size · v vocabulary
+// Shapes: b batch · t tokens · h hidden · n heads · m key-value heads · d head size · r rotary size · v
+// vocabulary
 #include "core/model/target.hpp"
 
 #include "core/base/error.hpp"
@@ -38,14 +39,16 @@ class Loader {
     } else if (view->shape != shape) {
       problems_.push_back(format("'{}' has shape {}, {} expected", view->name, view->shape, shape));
     } else if (!is_floating(view->dtype)) {
-      problems_.push_back(format("'{}' is {}, a floating type expected", view->name, dtype_name(view->dtype)));
+      problems_.push_back(
+          format("'{}' is {}, a floating type expected", view->name, dtype_name(view->dtype)));
     } else {
       return as_tensor(*view).to(options_.device, options_.dtype);
     }
     return {};
   }
   /// The rows of several matrices under each other.
-  at::Tensor joined(const std::vector<std::pair<std::string, int64_t>>& parts, const std::string& end, std::vector<int64_t> rest) {
+  at::Tensor joined(const std::vector<std::pair<std::string, int64_t>>& parts, const std::string& end,
+                    std::vector<int64_t> rest) {
     std::vector<at::Tensor> tensors;
     bool whole = true;
     for (const auto& [name, rows] : parts) {
@@ -104,7 +107,9 @@ Target::Target(Target&&) noexcept = default;
 Target& Target::operator=(Target&&) noexcept = default;
 Target::~Target() = default;
 
-const TargetConfig& Target::config() const { return weights_->config; }
+const TargetConfig& Target::config() const {
+  return weights_->config;
+}
 
 Target Target::load(const TargetOptions& options) {
   const at::NoGradGuard no_grad;
@@ -123,14 +128,18 @@ Target Target::load(const TargetOptions& options) {
   const int64_t queries = config.num_attention_heads * config.head_dim;
   const int64_t keys = config.num_key_value_heads * config.head_dim;
   const int64_t inner = config.intermediate_size;
-  const int64_t layers = options.layers_needed < 0 ? config.num_hidden_layers : std::min(options.layers_needed, config.num_hidden_layers);
+  const int64_t layers = options.layers_needed < 0
+                             ? config.num_hidden_layers
+                             : std::min(options.layers_needed, config.num_hidden_layers);
 
   result->embedding_vh = loader.get(options.embedding_key, {config.vocab_size, hidden});
   for (int64_t i = 0; i < layers; ++i) {
     const std::string name = format("model.layers.{}.", i);
-    const std::vector<std::pair<std::string, int64_t>> qkv{
-        {name + "self_attn.q_proj", queries}, {name + "self_attn.k_proj", keys}, {name + "self_attn.v_proj", keys}};
-    const std::vector<std::pair<std::string, int64_t>> gate_up{{name + "mlp.gate_proj", inner}, {name + "mlp.up_proj", inner}};
+    const std::vector<std::pair<std::string, int64_t>> qkv{{name + "self_attn.q_proj", queries},
+                                                           {name + "self_attn.k_proj", keys},
+                                                           {name + "self_attn.v_proj", keys}};
+    const std::vector<std::pair<std::string, int64_t>> gate_up{{name + "mlp.gate_proj", inner},
+                                                               {name + "mlp.up_proj", inner}};
     Layer layer;
     layer.input_norm_h = loader.get(name + "input_layernorm.weight", {hidden});
     layer.post_norm_h = loader.get(name + "post_attention_layernorm.weight", {hidden});
@@ -152,7 +161,8 @@ Target Target::load(const TargetOptions& options) {
   }
   if (layers == config.num_hidden_layers) result->final_norm_h = loader.get("model.norm.weight", {hidden});
   if (options.head_needed) {
-    result->head_vh = config.tied_embeddings ? result->embedding_vh : loader.get(options.lm_head_key, {config.vocab_size, hidden});
+    result->head_vh = config.tied_embeddings ? result->embedding_vh
+                                             : loader.get(options.lm_head_key, {config.vocab_size, hidden});
     if (config.logits_width_multiplier != 0 && result->head_vh.defined()) {
       result->head_vh = result->head_vh / config.logits_width_multiplier;
     }
@@ -167,9 +177,11 @@ TargetStates Target::forward(const TargetRequest& request) const {
   const Weights& w = *weights_;
   const TargetConfig& config = w.config;
   const auto layers_loaded = static_cast<int64_t>(w.layers.size());
-  SF_CHECK(request.input_ids_bt.dim() == 2, "input_ids has {} axes, [b, t] expected", request.input_ids_bt.dim());
+  SF_CHECK(request.input_ids_bt.dim() == 2, "input_ids has {} axes, [b, t] expected",
+           request.input_ids_bt.dim());
   const bool to_the_end = request.last_state || request.logits;
-  SF_CHECK(!to_the_end || w.final_norm_h.defined(), "the last state needs all {} layers", config.num_hidden_layers);
+  SF_CHECK(!to_the_end || w.final_norm_h.defined(), "the last state needs all {} layers",
+           config.num_hidden_layers);
   SF_CHECK(!request.logits || w.head_vh.defined(), "logits need the head, which was not loaded");
   int64_t layers_run = to_the_end ? config.num_hidden_layers : 0;
   for (const int64_t id : request.layer_ids) {
@@ -185,7 +197,8 @@ TargetStates Target::forward(const TargetRequest& request) const {
     const int64_t low = request.input_ids_bt.min().item<int64_t>();
     const int64_t high = request.input_ids_bt.max().item<int64_t>();
     if (low < 0 || high >= config.vocab_size) {
-      throw Error(ExitCode::kData, format("token id {}, but the target has the tokens 0 to {}", low < 0 ? low : high, config.vocab_size - 1));
+      throw Error(ExitCode::kData, format("token id {}, but the target has the tokens 0 to {}",
+                                          low < 0 ? low : high, config.vocab_size - 1));
     }
   }
 
@@ -205,7 +218,8 @@ TargetStates Target::forward(const TargetRequest& request) const {
   for (int64_t i = 0; i < layers_run; ++i) {
     const Layer& layer = w.layers[static_cast<size_t>(i)];
     const at::Tensor attention_in = rms_norm(x_bth, layer.input_norm_h, config.rms_norm_eps);
-    const at::Tensor qkv = at::linear(attention_in, layer.qkv_weight, optional(layer.qkv_bias)).view({b, t, n + 2 * m, d});
+    const at::Tensor qkv =
+        at::linear(attention_in, layer.qkv_weight, optional(layer.qkv_bias)).view({b, t, n + 2 * m, d});
     at::Tensor query = qkv.narrow(2, 0, n);
     at::Tensor key = qkv.narrow(2, n, m);
     const at::Tensor value = qkv.narrow(2, n + m, m).transpose(1, 2);
@@ -219,13 +233,16 @@ TargetStates Target::forward(const TargetRequest& request) const {
     const auto for_all_heads = [&](const at::Tensor& x_bmtd) {
       return n == m ? x_bmtd : x_bmtd.unsqueeze(2).expand({b, m, n / m, t, d}).reshape({b, n, t, d});
     };
-    const at::Tensor attended = at::scaled_dot_product_attention(query, for_all_heads(key), for_all_heads(value), /*attn_mask=*/{},
-                                                                 /*dropout_p=*/0.0, /*is_causal=*/true);
-    x_bth = x_bth + at::linear(attended.transpose(1, 2).reshape({b, t, n * d}), layer.output_weight, optional(layer.output_bias));
+    const at::Tensor attended =
+        at::scaled_dot_product_attention(query, for_all_heads(key), for_all_heads(value), /*attn_mask=*/{},
+                                         /*dropout_p=*/0.0, /*is_causal=*/true);
+    x_bth = x_bth + at::linear(attended.transpose(1, 2).reshape({b, t, n * d}), layer.output_weight,
+                               optional(layer.output_bias));
     const at::Tensor mlp_in = rms_norm(x_bth, layer.post_norm_h, config.rms_norm_eps);
     const at::Tensor gate_up = at::linear(mlp_in, layer.gate_up_weight, optional(layer.gate_up_bias));
-    const at::Tensor active = at::silu(gate_up.narrow(-1, 0, config.intermediate_size))
-                                  .mul_(gate_up.narrow(-1, config.intermediate_size, config.intermediate_size));
+    const at::Tensor active =
+        at::silu(gate_up.narrow(-1, 0, config.intermediate_size))
+            .mul_(gate_up.narrow(-1, config.intermediate_size, config.intermediate_size));
     x_bth = x_bth + at::linear(active, layer.down_weight, optional(layer.down_bias));
     for (size_t j = 0; j < request.layer_ids.size(); ++j) {
       if (request.layer_ids[j] == i) states.layers_bth[j] = x_bth;

@@ -1,6 +1,7 @@
 // core/model/target.hpp
 //
-// Forward pass of dense Llama, Qwen2 and Qwen3 targets, for capturing hidden states: one prefill a batch, no cache, no gradient.
+// Forward pass of dense Llama, Qwen2 and Qwen3 targets, for capturing hidden states: one prefill a batch, no
+// cache, no gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +27,8 @@ struct TargetOptions {
 };
 
 struct TargetRequest {
-  /// [b, t] int64 on any device. Shorter samples are padded at the right: attention is causal, so nothing of a padding token
-  /// reaches a real one, and what comes out at padding places means nothing.
+  /// [b, t] int64 on any device. Shorter samples are padded at the right: attention is causal, so nothing of
+  /// a padding token reaches a real one, and what comes out at padding places means nothing.
   at::Tensor input_ids_bt;
   /// Output of decoder layer i (counted from 0), before the final norm; each at most once.
   std::vector<int64_t> layer_ids;
@@ -43,15 +44,16 @@ struct TargetStates {
 
 class Target {
  public:
-  /// Reads configuration and weights, checks every shape. Throws sf::Error (data) with all tensors that are missing or
-  /// misshapen, or with the reason why this model can't be run.
+  /// Reads configuration and weights, checks every shape. Throws sf::Error (data) with all tensors that are
+  /// missing or misshapen, or with the reason why this model can't be run.
   [[nodiscard]] static Target load(const TargetOptions& options);
   Target(Target&&) noexcept;
   Target& operator=(Target&&) noexcept;
   ~Target();
 
   [[nodiscard]] const TargetConfig& config() const;
-  /// Stops after the last layer that is asked for. Throws sf::Error (data) when an id is outside the vocabulary.
+  /// Stops after the last layer that is asked for. Throws sf::Error (data) when an id is outside the
+  /// vocabulary.
   [[nodiscard]] TargetStates forward(const TargetRequest& request) const;
 
  private:

@@ -1,7 +1,8 @@
 // core/model/tensor_view.hpp
 //
-// core/model: the target model: its tables and its forward pass, and capture, which runs it over conversations. In: a model
-// folder and tokens; out: hidden states. This header: bytes of files as tensors and back.
+// core/model: the target model: its tables and its forward pass, and capture, which runs it over
+// conversations. In: a model folder and tokens; out: hidden states. This header: bytes of files as tensors
+// and back.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -48,10 +48,12 @@ struct Places {
     for (const Json* object : objects) {
       const Json* value = present(object, key);
       if (value == nullptr) continue;
-      const bool same = found == nullptr || *found == *value ||
-                        (found->is_number() && value->is_number() && found->as_double() == value->as_double());
+      const bool same =
+          found == nullptr || *found == *value ||
+          (found->is_number() && value->is_number() && found->as_double() == value->as_double());
       if (!same) {
-        refuse("the configuration gives two values for \"" + std::string(key) + "\", " + found->dump() + " and " + value->dump(),
+        refuse("the configuration gives two values for \"" + std::string(key) + "\", " + found->dump() +
+                   " and " + value->dump(),
                "keep the one that the model was trained with");
       }
       if (found == nullptr) found = value;
@@ -63,17 +65,20 @@ struct Places {
 Places places_of(const Json& config) {
   Places places;
   const Json* text = present(&config, "text_config");
-  // A nested text model speaks for itself; what stands above it belongs to the whole and counts where the text is silent.
+  // A nested text model speaks for itself; what stands above it belongs to the whole and counts where the
+  // text is silent.
   for (const Json* top : {text, &config}) {
     if (top == nullptr) continue;
     places.tops.push_back(top);
     for (const char* key : {"rope_parameters", "rope_scaling"}) {
       const Json* table = present(top, key);
       if (table == nullptr) continue;
-      if (!table->is_object()) refuse("\"" + std::string(key) + "\" is " + table->kind_name() + ", an object expected");
+      if (!table->is_object())
+        refuse("\"" + std::string(key) + "\" is " + table->kind_name() + ", an object expected");
       for (const auto& [name, value] : table->entries()) {
         if (value.is_object()) {
-          refuse("\"" + std::string(key) + "\" has a rope of its own for \"" + name + "\"; one rope for all layers is understood");
+          refuse("\"" + std::string(key) + "\" has a rope of its own for \"" + name +
+                 "\"; one rope for all layers is understood");
         }
       }
       places.tables.push_back(table);
@@ -90,7 +95,8 @@ float rounded_to_bfloat16(float value) {
 
 double required(const Places& places, const std::string& key, const std::string& type) {
   const Json* value = places.anywhere(key);
-  if (value == nullptr) refuse("type \"" + type + "\" needs \"" + key + "\", which the configuration does not have");
+  if (value == nullptr)
+    refuse("type \"" + type + "\" needs \"" + key + "\", which the configuration does not have");
   return number(*value, key);
 }
 
@@ -105,7 +111,8 @@ void stretch_llama3(std::vector<double>& frequencies, const Places& places) {
   const double low = required(places, "low_freq_factor", "llama3");
   const double high = required(places, "high_freq_factor", "llama3");
   const double original = required(places, "original_max_position_embeddings", "llama3");
-  if (!(factor > 0) || !(high > low) || !(low > 0)) refuse("llama3 needs factor > 0 and high_freq_factor > low_freq_factor > 0");
+  if (!(factor > 0) || !(high > low) || !(low > 0))
+    refuse("llama3 needs factor > 0 and high_freq_factor > low_freq_factor > 0");
   for (double& frequency : frequencies) {
     const double wave = 2 * std::numbers::pi / frequency;
     if (wave > original / low) {
@@ -117,9 +124,10 @@ void stretch_llama3(std::vector<double>& frequencies, const Places& places) {
   }
 }
 
-// YaRN (arXiv 2309.00071): values that turn often within the original length stay, those that turn rarely are stretched, a
-// linear ramp between; and a factor on cos and sin.
-double stretch_yarn(std::vector<double>& frequencies, const Places& places, double theta, int64_t rotary_dim) {
+// YaRN (arXiv 2309.00071): values that turn often within the original length stay, those that turn rarely are
+// stretched, a linear ramp between; and a factor on cos and sin.
+double stretch_yarn(std::vector<double>& frequencies, const Places& places, double theta,
+                    int64_t rotary_dim) {
   const double factor = required(places, "factor", "yarn");
   if (!(factor > 0)) refuse("yarn needs factor > 0");
   const double original = places.anywhere("original_max_position_embeddings") != nullptr
@@ -159,15 +167,18 @@ Rope rope_from_config(const Json& config, int64_t head_dim, RopeRounding roundin
   const Places places = places_of(config);
   Rope rope;
   rope.head_dim = head_dim;
-  if (const Json* theta = places.anywhere("rope_theta")) rope.theta = number(*theta, "rope_theta");
-  else rope.theta = kThetaDefault;
+  if (const Json* theta = places.anywhere("rope_theta"))
+    rope.theta = number(*theta, "rope_theta");
+  else
+    rope.theta = kThetaDefault;
   if (!(rope.theta > 1)) refuse("rope_theta is " + std::to_string(rope.theta) + ", more than 1 expected");
 
   const Json* type = places.in_tables("rope_type");
   const Json* old_type = places.in_tables("type");  // the spelling of older configurations
   if (type == nullptr) type = old_type;
   if (type != nullptr) {
-    if (!type->is_string()) refuse(std::string("\"rope_type\" is ") + type->kind_name() + ", a string expected");
+    if (!type->is_string())
+      refuse(std::string("\"rope_type\" is ") + type->kind_name() + ", a string expected");
     rope.type = type->as_string();
   } else if (places.in_tables("factor") != nullptr) {
     refuse("the configuration gives a factor, but no \"rope_type\"");
@@ -176,16 +187,20 @@ Rope rope_from_config(const Json& config, int64_t head_dim, RopeRounding roundin
   if (rope.type == "mrope") rope.type = "default";
 
   double partial = 1;
-  if (const Json* given = places.anywhere("partial_rotary_factor")) partial = number(*given, "partial_rotary_factor");
-  if (!(partial > 0) || partial > 1) refuse("partial_rotary_factor is " + std::to_string(partial) + ", 0 to 1 expected");
+  if (const Json* given = places.anywhere("partial_rotary_factor"))
+    partial = number(*given, "partial_rotary_factor");
+  if (!(partial > 0) || partial > 1)
+    refuse("partial_rotary_factor is " + std::to_string(partial) + ", 0 to 1 expected");
   rope.rotary_dim = static_cast<int64_t>(static_cast<double>(head_dim) * partial);
   if (rope.rotary_dim < 2 || rope.rotary_dim % 2 != 0) {
-    refuse(std::to_string(rope.rotary_dim) + " of " + std::to_string(head_dim) + " values of a head would turn, an even number expected");
+    refuse(std::to_string(rope.rotary_dim) + " of " + std::to_string(head_dim) +
+           " values of a head would turn, an even number expected");
   }
 
   std::vector<double> frequencies(static_cast<size_t>(rope.rotary_dim / 2));
   for (size_t m = 0; m < frequencies.size(); ++m) {
-    frequencies[m] = std::pow(rope.theta, -2.0 * static_cast<double>(m) / static_cast<double>(rope.rotary_dim));
+    frequencies[m] =
+        std::pow(rope.theta, -2.0 * static_cast<double>(m) / static_cast<double>(rope.rotary_dim));
   }
   if (rope.type == "linear") {
     const double factor = required(places, "factor", "linear");
@@ -200,7 +215,8 @@ Rope rope_from_config(const Json& config, int64_t head_dim, RopeRounding roundin
   }
   for (const double frequency : frequencies) {
     const auto value = static_cast<float>(frequency);
-    rope.inverse_frequencies.push_back(rounding == RopeRounding::kReference ? rounded_to_bfloat16(value) : value);
+    rope.inverse_frequencies.push_back(rounding == RopeRounding::kReference ? rounded_to_bfloat16(value)
+                                                                            : value);
   }
   return rope;
 }

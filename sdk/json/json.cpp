@@ -11,7 +11,8 @@ namespace sf {
 
 namespace {
 
-constexpr int kDepthMax = 256;  // deeper than any honest file; keeps destruction and writing off the end of the stack
+constexpr int kDepthMax =
+    256;  // deeper than any honest file; keeps destruction and writing off the end of the stack
 
 [[noreturn]] void wrong_kind(const char* expected, const Json& found) {
   throw JsonError(std::string("expected ") + expected + ", found " + found.kind_name());
@@ -51,7 +52,8 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
 
-  bool parse_error(size_t position, const std::string& /*token*/, const nlohmann::json::exception& error) override {
+  bool parse_error(size_t position, const std::string& /*token*/,
+                   const nlohmann::json::exception& error) override {
     std::string reason = error.what();
     if (size_t at = reason.find("; "); at != std::string::npos && reason.rfind("[json", 0) == 0) {
       reason = reason.substr(reason.find(": ", reason.find("column")) + 2);
@@ -73,8 +75,9 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
       }
     }
     const int column = static_cast<int>(position - line_start) + 1;
-    throw JsonError(source_ + ":" + std::to_string(line) + ":" + std::to_string(column) + ": not valid JSON: " + reason,
-                    source_, line, column);
+    throw JsonError(
+        source_ + ":" + std::to_string(line) + ":" + std::to_string(column) + ": not valid JSON: " + reason,
+        source_, line, column);
   }
 
   Json& top() { return *stack_.back(); }
@@ -91,7 +94,8 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
     }
     auto& entries = std::get<Json::Object>(top().value_);
     if (top().contains(keys_.back())) {
-      throw JsonError(source_ + ": not valid JSON: key \"" + keys_.back() + "\" appears twice in one object", source_, 0, 0);
+      throw JsonError(source_ + ": not valid JSON: key \"" + keys_.back() + "\" appears twice in one object",
+                      source_, 0, 0);
     }
     entries.emplace_back(keys_.back(), std::move(value));
     return entries.back().second;
@@ -101,7 +105,8 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool open(Json container) {
-    if (stack_.size() >= kDepthMax) throw JsonError(source_ + ": not valid JSON: nested too deeply", source_, 0, 0);
+    if (stack_.size() >= kDepthMax)
+      throw JsonError(source_ + ": not valid JSON: nested too deeply", source_, 0, 0);
     stack_.push_back(&place(std::move(container)));
     keys_.emplace_back();
     return true;
@@ -140,7 +145,8 @@ Json Json::parse(std::string_view text, std::string_view source_name) {
 }
 
 const char* Json::kind_name() const {
-  static constexpr const char* kNames[] = {"null", "a boolean", "an integer", "a number", "a string", "an array", "an object"};
+  static constexpr const char* kNames[] = {"null",     "a boolean", "an integer", "a number",
+                                           "a string", "an array",  "an object"};
   return kNames[value_.index()];
 }
 
@@ -153,7 +159,8 @@ int64_t Json::as_int() const {
   if (is_int()) return std::get<int64_t>(value_);
   if (is_double()) {
     const double value = std::get<double>(value_);
-    if (std::trunc(value) == value && std::abs(value) <= 9007199254740992.0) return static_cast<int64_t>(value);
+    if (std::trunc(value) == value && std::abs(value) <= 9007199254740992.0)
+      return static_cast<int64_t>(value);
   }
   wrong_kind("an integer", *this);
 }
@@ -198,7 +205,9 @@ const Json* Json::find(std::string_view key) const {
   return nullptr;
 }
 
-Json* Json::find(std::string_view key) { return const_cast<Json*>(std::as_const(*this).find(key)); }
+Json* Json::find(std::string_view key) {
+  return const_cast<Json*>(std::as_const(*this).find(key));
+}
 
 const Json& Json::at(std::string_view key) const {
   if (!is_object()) wrong_kind("an object", *this);
@@ -210,7 +219,8 @@ const Json& Json::at(std::string_view key) const {
 const Json& Json::at(size_t index) const {
   const Array& elements = items();
   if (index >= elements.size()) {
-    throw JsonError("there is no element " + std::to_string(index) + ", the array has " + std::to_string(elements.size()));
+    throw JsonError("there is no element " + std::to_string(index) + ", the array has " +
+                    std::to_string(elements.size()));
   }
   return elements[index];
 }

@@ -62,8 +62,8 @@ FeatureManifest write_store(const std::filesystem::path& folder, const Options& 
   for (int64_t first = 0; first < options.samples; first += options.samples_per_shard) {
     const int64_t count = std::min(options.samples_per_shard, options.samples - first);
     ShardWriter writer(folder / format("shard-{}.safetensors", first), manifest.features,
-                       std::span(samples).subspan(static_cast<size_t>(first), static_cast<size_t>(count)), first,
-                       manifest.recipe_fingerprint());
+                       std::span(samples).subspan(static_cast<size_t>(first), static_cast<size_t>(count)),
+                       first, manifest.recipe_fingerprint());
     for (int64_t i = count - 1; i >= 0; --i) {  // any order will do
       auto values = make_features(first + i, first + i + 2);
       if (first + i == options.bad_sample) values[7] = std::numeric_limits<float>::infinity();
@@ -109,7 +109,8 @@ TEST_CASE("feature store: the reference's folder is read in string order of its 
   }
 
   const Scratch scratch;
-  for (const char* name : {"rows_2000-4000/data_2000.ckpt", "rows_10000-12000/data_10000.ckpt", "rows_2000-4000/data_2001.ckpt"}) {
+  for (const char* name : {"rows_2000-4000/data_2000.ckpt", "rows_10000-12000/data_10000.ckpt",
+                           "rows_2000-4000/data_2001.ckpt"}) {
     scratch.write(name, read_file(kTorchFolder / "data_1.ckpt"));
   }
   const auto sorted = FeatureStore::open(scratch.path(), kEagleNeeds);
@@ -125,6 +126,7 @@ TEST_CASE("feature store: our format gives back what was written, over all shard
   needs.verify_checksums = true;
   const auto store = FeatureStore::open(scratch.path(), needs);
   REQUIRE(store->size() == 5);
+  CHECK(store->target_fingerprint() == "0123456789abcdef");
   for (int64_t i = 0; i < 5; ++i) {
     CAPTURE(i);
     const auto record = store->record(i);
@@ -164,7 +166,9 @@ TEST_CASE("feature store: the fingerprint follows the content") {
   write_store(a.path());
   write_store(b.path());
   write_store(c.path(), {.samples = 4});
-  const auto print = [](const Scratch& scratch) { return FeatureStore::open(scratch.path(), our_needs())->fingerprint(); };
+  const auto print = [](const Scratch& scratch) {
+    return FeatureStore::open(scratch.path(), our_needs())->fingerprint();
+  };
   CHECK(print(a) == print(b));
   CHECK(print(a) != print(c));
   CHECK(FeatureStore::open(kTorchFolder, kEagleNeeds)->fingerprint().size() == 64);
@@ -177,7 +181,8 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
     const char* message;
   };
   const Row rows[] = {
-      {"nothing there", [](const Scratch& s, FeatureNeeds&) { std::filesystem::remove_all(s.path()); }, "there is no such folder of features"},
+      {"nothing there", [](const Scratch& s, FeatureNeeds&) { std::filesystem::remove_all(s.path()); },
+       "there is no such folder of features"},
       {"empty folder",
        [](const Scratch& s, FeatureNeeds&) {
          std::filesystem::remove_all(s.path());
@@ -185,13 +190,17 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
        },
        "there are no features in this folder: no manifest.json, no *.ckpt, no *.ckpt.gz"},
       {"not finished",
-       [](const Scratch& s, FeatureNeeds&) { std::filesystem::rename(s.path() / "manifest.json", s.path() / "capture.json"); },
+       [](const Scratch& s, FeatureNeeds&) {
+         std::filesystem::rename(s.path() / "manifest.json", s.path() / "capture.json");
+       },
        "the capture of these features was not finished"},
-      {"shard missing", [](const Scratch& s, FeatureNeeds&) { std::filesystem::remove(s.path() / "shard-2.safetensors"); },
+      {"shard missing",
+       [](const Scratch& s, FeatureNeeds&) { std::filesystem::remove(s.path() / "shard-2.safetensors"); },
        "shard-2.safetensors: the manifest names it, but it is missing"},
       {"shard truncated",
        [](const Scratch& s, FeatureNeeds&) {
-         std::filesystem::resize_file(s.path() / "shard-2.safetensors", std::filesystem::file_size(s.path() / "shard-2.safetensors") - 4);
+         std::filesystem::resize_file(s.path() / "shard-2.safetensors",
+                                      std::filesystem::file_size(s.path() / "shard-2.safetensors") - 4);
        },
        "shard-2.safetensors: truncated: tensor 'hidden_states' ends at byte"},
       {"shard damaged",
@@ -209,16 +218,23 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
          s.write("manifest.json", text);
        },
        "manifest.json: damaged: its content does not have its fingerprint"},
-      {"manifest cut", [](const Scratch& s, FeatureNeeds&) { s.write("manifest.json", "{\"format\": \"sf-fea"); },
+      {"manifest cut",
+       [](const Scratch& s, FeatureNeeds&) { s.write("manifest.json", "{\"format\": \"sf-fea"); },
        "manifest.json:1:"},
-      {"another target", [](const Scratch&, FeatureNeeds& needs) { needs.target_fingerprint = "fedcba98765432"; },
-       "these features are of another target: its fingerprint is 0123456789ab, model.target_model_path has fedcba987654"},
-      {"other layers", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].layer_ids = {1, 5}; },
+      {"another target",
+       [](const Scratch&, FeatureNeeds& needs) { needs.target_fingerprint = "fedcba98765432"; },
+       "these features are of another target: its fingerprint is 0123456789ab, model.target_model_path has "
+       "fedcba987654"},
+      {"other layers",
+       [](const Scratch&, FeatureNeeds& needs) {
+         needs.features[0].layer_ids = {1, 5};
+       },
        "'hidden_states' was captured at layers [1, 4], the draft reads layers [1, 5]"},
       {"another key", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].key = "aux_hidden_state"; },
        "there is no feature 'aux_hidden_state'; there are: hidden_states"},
       {"wrong width", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].width = 8; },
-       "shard-0.safetensors: record 0: 'hidden_states' has shape [2, 6], [2, 8] expected (tokens, 2 layers x hidden_size 4)"},
+       "shard-0.safetensors: record 0: 'hidden_states' has shape [2, 6], [2, 8] expected (tokens, 2 layers x "
+       "hidden_size 4)"},
       {"ids out of range", [](const Scratch&, FeatureNeeds& needs) { needs.vocab_size = 1; },
        "shard-0.safetensors: record 0: 'input_ids' has the token 1, but the target has the tokens 0 to 0"},
   };
@@ -239,19 +255,24 @@ TEST_CASE("feature store: a value that is not finite is named by file, record, k
   write_store(scratch.path(), {.bad_sample = 3});
   const auto store = FeatureStore::open(scratch.path(), our_needs());
   CHECK(error_of([&] { (void)store->record(3); }, &scratch) ==
-        "shard-2.safetensors: record 1: 'hidden_states' has a value that is not finite (NaN or infinity) at token 1, column 1");
+        "shard-2.safetensors: record 1: 'hidden_states' has a value that is not finite (NaN or infinity) at "
+        "token 1, column 1");
   CHECK_NOTHROW((void)store->sample_tokens(3));  // tokens alone are fine
 }
 
 TEST_CASE("feature store: faults of single records of the reference's files are named") {
-  const auto store_with = [](FeatureNeeds needs) { return error_of([&] { (void)FeatureStore::open(kTorchFolder, needs); }); };
+  const auto store_with = [](FeatureNeeds needs) {
+    return error_of([&] { (void)FeatureStore::open(kTorchFolder, needs); });
+  };
   FeatureNeeds needs = kEagleNeeds;
   needs.features[0].key = "hidden_states";
-  CHECK(store_with(needs).ends_with(
-      "data_0.ckpt: there is no key 'hidden_states'; there are: input_ids, loss_mask, hidden_state, aux_hidden_state"));
+  CHECK(
+      store_with(needs).ends_with("data_0.ckpt: there is no key 'hidden_states'; there are: input_ids, "
+                                  "loss_mask, hidden_state, aux_hidden_state"));
   needs = kEagleNeeds;
   needs.features[1].width = 32;
-  CHECK(store_with(needs).ends_with("data_0.ckpt: 'hidden_state' has shape [52, 64], [52, 32] expected (tokens, hidden_size)"));
+  CHECK(store_with(needs).ends_with(
+      "data_0.ckpt: 'hidden_state' has shape [52, 64], [52, 32] expected (tokens, hidden_size)"));
   needs = kEagleNeeds;
   needs.vocab_size = 5;
   CHECK(store_with(needs).find("data_0.ckpt: 'input_ids' has the token ") != std::string::npos);
@@ -261,7 +282,8 @@ TEST_CASE("feature store: an optional feature is left out of records that do not
   const Scratch scratch;
   write_store(scratch.path());
   FeatureNeeds needs = our_needs();
-  needs.features.push_back({.key = "target_last_hidden_states", .width = 3, .optional = true, .last_state = true});
+  needs.features.push_back(
+      {.key = "target_last_hidden_states", .width = 3, .optional = true, .last_state = true});
   CHECK(FeatureStore::open(scratch.path(), needs)->record(0).size() == 3);
 }
 

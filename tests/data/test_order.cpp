@@ -47,7 +47,8 @@ TEST_CASE("philox: uniform draws lie in [0, 1) and average one half") {
 }
 
 TEST_CASE("order: the draws of a saved run never change") {
-  // A run that is resumed with a newer build must see the same samples: these numbers are part of the checkpoint format.
+  // A run that is resumed with a newer build must see the same samples: these numbers are part of the
+  // checkpoint format.
   CHECK(epoch_permutation(42, 0, 8) == std::vector<int64_t>{3, 5, 6, 4, 7, 2, 1, 0});
   CHECK(epoch_permutation(42, 1, 8) == std::vector<int64_t>{4, 6, 7, 0, 1, 2, 3, 5});
 }

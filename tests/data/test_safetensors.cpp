@@ -26,8 +26,9 @@ TEST_CASE("safetensors: what is written in pieces and in any order is read back"
   const std::vector<float> floats{1, 2, 3, 4, 5, 6};
   const std::vector<int64_t> ids{7, 8};
   const auto path = scratch.path() / "a.safetensors";
-  SafetensorsWriter writer(path, {{"ids", Dtype::kI64, {2}}, {"x", Dtype::kF32, {2, 3}}, {"empty", Dtype::kBF16, {0, 4}}},
-                           {{"format", "pt"}});
+  SafetensorsWriter writer(
+      path, {{"ids", Dtype::kI64, {2}}, {"x", Dtype::kF32, {2, 3}}, {"empty", Dtype::kBF16, {0, 4}}},
+      {{"format", "pt"}});
   writer.write("x", 12, std::as_bytes(std::span(floats).subspan(3)));
   writer.write("ids", 0, std::as_bytes(std::span(ids)));
   writer.write("x", 0, std::as_bytes(std::span(floats).first(3)));
@@ -49,7 +50,8 @@ TEST_CASE("safetensors: what is written in pieces and in any order is read back"
 TEST_CASE("safetensors: a view keeps the file alive") {
   const Scratch scratch;
   const int64_t number = 5;
-  write_safetensors(scratch.path() / "a", {{"n", Dtype::kI64, {1}, std::as_bytes(std::span(&number, 1)), nullptr}});
+  write_safetensors(scratch.path() / "a",
+                    {{"n", Dtype::kI64, {1}, std::as_bytes(std::span(&number, 1)), nullptr}});
   TensorView view;
   {
     const SafetensorsFile file = SafetensorsFile::open(scratch.path() / "a");
@@ -69,8 +71,10 @@ TEST_CASE("safetensors: a broken file is refused with the reason") {
   const Row rows[] = {
       {"too short", "abc", "f: not a safetensors file: it has 3 bytes, at least 8 expected"},
       {"huge header", std::string("\xff\xff\xff\xff\xff\xff\xff\x7f") + good,
-       "f: not a safetensors file: its header would have 9223372036854775807 bytes, at most 100000000 allowed"},
-      {"header cut", file_text(good, 0).substr(0, 20), "f: truncated: the header has 54 bytes, the file only 20"},
+       "f: not a safetensors file: its header would have 9223372036854775807 bytes, at most 100000000 "
+       "allowed"},
+      {"header cut", file_text(good, 0).substr(0, 20),
+       "f: truncated: the header has 54 bytes, the file only 20"},
       {"data cut", file_text(good, 7), "f: truncated: tensor 'a' ends at byte 8 of the data, the file has 7"},
       {"data too long", file_text(good, 9), "f: the tensors end at byte 8 of the data, the file has 9"},
       {"not JSON", file_text("{\"a\":", 0), "f: damaged header: header:1:6: not valid JSON"},
@@ -85,15 +89,21 @@ TEST_CASE("safetensors: a broken file is refused with the reason") {
        file_text(R"({"a":{"dtype":"F32","shape":[4294967296,4294967296,4],"data_offsets":[0,0]}})", 0),
        "f: tensor 'a' has the impossible shape [4294967296, 4294967296, 4]"},
       {"overlap",
-       file_text(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})", 6),
+       file_text(
+           R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[2,6]}})",
+           6),
        "f: damaged header: tensor 'b' starts at byte 2, but the tensor before it ends at 4"},
       {"hole",
-       file_text(R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[5,9]}})", 9),
+       file_text(
+           R"({"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"b":{"dtype":"U8","shape":[4],"data_offsets":[5,9]}})",
+           9),
        "f: damaged header: tensor 'b' starts at byte 5, but the tensor before it ends at 4"},
       {"missing field", file_text(R"({"a":{"dtype":"U8","shape":[4]}})", 4),
        "f: damaged header: tensor 'a': there is no key \"data_offsets\""},
       {"one name twice",
-       file_text(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2),
+       file_text(
+           R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})",
+           2),
        "f: damaged header: header: not valid JSON: key \"a\" appears twice in one object"},
   };
   for (const Row& row : rows) {
@@ -107,7 +117,8 @@ TEST_CASE("safetensors: a broken file is refused with the reason") {
 
 TEST_CASE("safetensors: a name that is not there brings the nearest one") {
   const Scratch scratch;
-  const auto path = scratch.write("f", file_text(R"({"lm_head.weight":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1));
+  const auto path = scratch.write(
+      "f", file_text(R"({"lm_head.weight":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1));
   try {
     (void)SafetensorsFile::open(path).at("lm_heda.weight");
     FAIL("found");
@@ -118,7 +129,8 @@ TEST_CASE("safetensors: a name that is not there brings the nearest one") {
 }
 
 TEST_CASE("safetensors: a full disk is an error of its own kind and leaves nothing") {
-  // A file larger than the disk, on file systems that can reserve space; a hole elsewhere would say nothing, so both are seen.
+  // A file larger than the disk, on file systems that can reserve space; a hole elsewhere would say nothing,
+  // so both are seen.
   const Scratch scratch;
   const auto path = scratch.path() / "huge.safetensors";
   const int64_t too_many = static_cast<int64_t>(free_bytes(scratch.path())) + (int64_t{1} << 40);

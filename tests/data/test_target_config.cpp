@@ -32,7 +32,8 @@ std::string rope_error(const char* text) {
 void write_weights(const std::filesystem::path& path, const std::vector<std::string>& names) {
   static const float kZeros[2] = {0, 0};
   std::vector<TensorView> tensors;
-  for (const std::string& name : names) tensors.push_back({name, Dtype::kF32, {1, 2}, std::as_bytes(std::span(kZeros)), nullptr});
+  for (const std::string& name : names)
+    tensors.push_back({name, Dtype::kF32, {1, 2}, std::as_bytes(std::span(kZeros)), nullptr});
   write_safetensors(path, tensors);
 }
 
@@ -65,8 +66,10 @@ TEST_CASE("rope: theta is found wherever configurations put it") {
 TEST_CASE("rope: a configuration that says two things, or nothing that is known, is refused") {
   CHECK(rope_error(R"({"rope_theta": 10000, "rope_parameters": {"rope_theta": 500000}})") ==
         "rope: the configuration gives two values for \"rope_theta\", 500000 and 10000");
-  CHECK(rope_error(R"({"rope_scaling": {"rope_type": "longrope", "factor": 2}})") == "rope: type \"longrope\" is not known");
-  CHECK(rope_error(R"({"rope_scaling": {"factor": 2}})") == "rope: the configuration gives a factor, but no \"rope_type\"");
+  CHECK(rope_error(R"({"rope_scaling": {"rope_type": "longrope", "factor": 2}})") ==
+        "rope: type \"longrope\" is not known");
+  CHECK(rope_error(R"({"rope_scaling": {"factor": 2}})") ==
+        "rope: the configuration gives a factor, but no \"rope_type\"");
   CHECK(rope_error(R"({"rope_scaling": {"rope_type": "llama3", "factor": 8}})") ==
         "rope: type \"llama3\" needs \"low_freq_factor\", which the configuration does not have");
   CHECK(rope_error(R"({"rope_theta": "1e6"})") == "rope: \"rope_theta\" is a string, a number expected");
@@ -76,8 +79,10 @@ TEST_CASE("rope: a configuration that says two things, or nothing that is known,
 }
 
 TEST_CASE("rope: both spellings of the type give the same frequencies") {
-  const Rope old_spelling = rope_of(R"({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}})");
-  const Rope new_spelling = rope_of(R"({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}})");
+  const Rope old_spelling =
+      rope_of(R"({"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 4.0}})");
+  const Rope new_spelling =
+      rope_of(R"({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}})");
   CHECK(old_spelling.inverse_frequencies == new_spelling.inverse_frequencies);
   const Rope base = rope_of(R"({"rope_theta": 1e4})");
   for (size_t m = 0; m < base.inverse_frequencies.size(); ++m) {
@@ -86,7 +91,8 @@ TEST_CASE("rope: both spellings of the type give the same frequencies") {
 }
 
 TEST_CASE("rope: a partial rotary factor turns the first values only, wherever it stands") {
-  for (const char* text : {R"({"partial_rotary_factor": 0.25})", R"({"rope_parameters": {"partial_rotary_factor": 0.25}})"}) {
+  for (const char* text :
+       {R"({"partial_rotary_factor": 0.25})", R"({"rope_parameters": {"partial_rotary_factor": 0.25}})"}) {
     const Rope rope = rope_of(text, 64);
     CHECK(rope.rotary_dim == 16);
     CHECK(rope.inverse_frequencies.size() == 8);
@@ -97,7 +103,8 @@ TEST_CASE("rope: a partial rotary factor turns the first values only, wherever i
 TEST_CASE("rope: llama3 keeps short waves, stretches long ones and blends between") {
   const Rope base = rope_of(R"({"rope_theta": 500000})", 128);
   const Rope rope = rope_of(R"({"rope_theta": 500000, "rope_scaling": {"rope_type": "llama3", "factor": 8.0,
-      "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}})", 128);
+      "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}})",
+                            128);
   int between = 0;
   for (size_t m = 0; m < 64; ++m) {
     const double wave = 2 * M_PI / base.inverse_frequencies[m];
@@ -116,8 +123,11 @@ TEST_CASE("rope: llama3 keeps short waves, stretches long ones and blends betwee
 }
 
 TEST_CASE("rope: yarn's attention factor is given, computed, or a ratio of mscales") {
-  const std::string start = R"({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096)";
-  const auto scaling = [&](const char* rest) { return rope_of((start + rest + "}}").c_str()).attention_scaling; };
+  const std::string start =
+      R"({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096)";
+  const auto scaling = [&](const char* rest) {
+    return rope_of((start + rest + "}}").c_str()).attention_scaling;
+  };
   CHECK(scaling("") == doctest::Approx(0.1 * std::log(4.0) + 1));
   CHECK(scaling(R"(, "attention_factor": 1.25)") == 1.25);
   CHECK(scaling(R"(, "mscale": 2.0, "mscale_all_dim": 0.5)") ==
@@ -146,7 +156,8 @@ TEST_CASE("target config: facts of the golden targets and of nested and padded c
   CHECK(qwen2.head_dim == 16);  // hidden / heads, as it says none
   CHECK(qwen2.qkv_bias);
   CHECK_FALSE(qwen2.output_bias);
-  const Json nested = Json::parse(R"({"model_type": "vlm", "tie_word_embeddings": true, "text_config": {"model_type": "llama",
+  const Json nested =
+      Json::parse(R"({"model_type": "vlm", "tie_word_embeddings": true, "text_config": {"model_type": "llama",
       "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 30, "padded_vocab_size": 32}})");
   const TargetConfig text = target_config(nested, "config.json");
   CHECK(text.model_type == "llama");
@@ -156,12 +167,17 @@ TEST_CASE("target config: facts of the golden targets and of nested and padded c
 }
 
 TEST_CASE("target config: what is missing or contradictory is named with the file") {
-  const auto error = [](const char* text) { return error_of([&] { (void)target_config(Json::parse(text), "t/config.json"); }); };
+  const auto error = [](const char* text) {
+    return error_of([&] { (void)target_config(Json::parse(text), "t/config.json"); });
+  };
   CHECK(error(R"({"num_hidden_layers": 2})") == "t/config.json: there is no \"hidden_size\"");
-  CHECK(error(R"({"hidden_size": "8"})") == "t/config.json: \"hidden_size\": expected an integer, found a string");
+  CHECK(error(R"({"hidden_size": "8"})") ==
+        "t/config.json: \"hidden_size\": expected an integer, found a string");
   CHECK(error(R"({"hidden_size": 0})") == "t/config.json: \"hidden_size\" is 0, a positive number expected");
-  const std::string base = R"({"hidden_size": 9, "num_hidden_layers": 2, "vocab_size": 4, "num_attention_heads": )";
-  CHECK(error((base + "2}").c_str()) == "t/config.json: there is no \"head_dim\", and 2 heads do not divide hidden_size 9");
+  const std::string base =
+      R"({"hidden_size": 9, "num_hidden_layers": 2, "vocab_size": 4, "num_attention_heads": )";
+  CHECK(error((base + "2}").c_str()) ==
+        "t/config.json: there is no \"head_dim\", and 2 heads do not divide hidden_size 9");
   CHECK(error((base + R"(3, "num_key_value_heads": 2})").c_str()) ==
         "t/config.json: 3 attention heads can't share 2 key-value heads");
   CHECK(error((base + R"(3, "tie_word_embeddings": true, "logits_mup_width_multiplier": 2})").c_str()) ==
@@ -172,31 +188,42 @@ TEST_CASE("target config: what is missing or contradictory is named with the fil
 
 TEST_CASE("target config: a decoder that our forward pass does not know is refused with the reason") {
   const auto why = [](const char* extra) {
-    const std::string text = std::string(R"({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4,
-        "num_attention_heads": 2, "intermediate_size": 16)") + extra + "}";
+    const std::string text =
+        std::string(R"({"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 4,
+        "num_attention_heads": 2, "intermediate_size": 16)") +
+        extra + "}";
     const Json config = Json::parse(text);
     return why_not_runnable(config, target_config(config, "config.json"));
   };
   CHECK(why("") == "");
   CHECK(why(R"(, "hidden_act": "gelu")") == "hidden_act \"gelu\" is not silu");
   CHECK(why(R"(, "use_sliding_window": true)") == "it has sliding-window layers (use_sliding_window)");
-  CHECK(why(R"(, "layer_types": ["full_attention", "sliding_attention"])") == "it has layers of type \"sliding_attention\"");
+  CHECK(why(R"(, "layer_types": ["full_attention", "sliding_attention"])") ==
+        "it has layers of type \"sliding_attention\"");
   CHECK(why(R"(, "quantization_config": {})") == "its weights are quantized (quantization_config)");
 }
 
 TEST_CASE("weight folder: shards and single files are read, and what is missing is named") {
-  CHECK(WeightFolder::open(kTargets / "target_qwen3_tied_sharded").find("model.layers.5.mlp.up_proj.weight") != nullptr);
+  CHECK(
+      WeightFolder::open(kTargets / "target_qwen3_tied_sharded").find("model.layers.5.mlp.up_proj.weight") !=
+      nullptr);
   const Scratch scratch;
-  CHECK(error_of([&] { (void)WeightFolder::open(scratch.path() / "none"); }, &scratch) == "none: there is no such folder");
+  CHECK(error_of([&] { (void)WeightFolder::open(scratch.path() / "none"); }, &scratch) ==
+        "none: there is no such folder");
   CHECK(error_of([&] { (void)WeightFolder::open(scratch.path()); })
-            .ends_with("there is no model.safetensors and no model.safetensors.index.json, but 0 other *.safetensors files"));
-  scratch.write("model.safetensors.index.json", R"({"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}})");
-  CHECK(error_of([&] { (void)WeightFolder::open(scratch.path()); })
-            .ends_with("shards of model.safetensors.index.json are missing: one.safetensors, two.safetensors"));
+            .ends_with("there is no model.safetensors and no model.safetensors.index.json, but 0 other "
+                       "*.safetensors files"));
+  scratch.write(
+      "model.safetensors.index.json",
+      R"({"weight_map": {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors"}})");
+  CHECK(error_of([&] {
+          (void)WeightFolder::open(scratch.path());
+        }).ends_with("shards of model.safetensors.index.json are missing: one.safetensors, two.safetensors"));
   write_weights(scratch.path() / "one.safetensors", {"a"});
   write_weights(scratch.path() / "two.safetensors", {"b"});
-  CHECK(error_of([&] { (void)WeightFolder::open(scratch.path()); })
-            .ends_with("'c' should be in two.safetensors as model.safetensors.index.json says, but is not"));
+  CHECK(error_of([&] {
+          (void)WeightFolder::open(scratch.path());
+        }).ends_with("'c' should be in two.safetensors as model.safetensors.index.json says, but is not"));
   write_weights(scratch.path() / "two.safetensors", {"b", "c"});
   CHECK(WeightFolder::open(scratch.path()).names() == std::vector<std::string>{"a", "b", "c"});
 }
@@ -218,7 +245,9 @@ TEST_CASE("weight folder: decoder tensors are found under the prefixes of wrappe
 TEST_CASE("target fingerprint: follows weights and configuration, not who wrote them") {
   const Scratch scratch;
   write_weights(scratch.path() / "model.safetensors", {"a", "b"});
-  const auto print = [&](const char* config) { return target_fingerprint(Json::parse(config), WeightFolder::open(scratch.path())); };
+  const auto print = [&](const char* config) {
+    return target_fingerprint(Json::parse(config), WeightFolder::open(scratch.path()));
+  };
   const std::string base = print(R"({"hidden_size": 8, "vocab_size": 4})");
   CHECK(print(R"({"vocab_size": 4, "hidden_size": 8, "transformers_version": "5"})") == base);
   CHECK(print(R"({"vocab_size": 5, "hidden_size": 8})") != base);

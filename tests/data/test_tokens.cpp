@@ -59,12 +59,15 @@ TEST_CASE("tokens: an empty file and a missing one are refused") {
   const Scratch scratch;
   CHECK(error_of([&] { (void)read_tokens(scratch.write("t.jsonl", "\n\n"), {}); }, &scratch) ==
         "t.jsonl: there is no sample in it");
-  CHECK(error_of([&] { (void)read_tokens(scratch.path() / "none.jsonl", {}); }).find("none.jsonl") != std::string::npos);
+  CHECK(error_of([&] { (void)read_tokens(scratch.path() / "none.jsonl", {}); }).find("none.jsonl") !=
+        std::string::npos);
 }
 
 TEST_CASE("tokens: the fingerprint follows ids and masks and not the spelling") {
   const Scratch scratch;
-  const auto print = [&](const char* text) { return tokens_fingerprint(read_tokens(scratch.write("t", text), {})); };
+  const auto print = [&](const char* text) {
+    return tokens_fingerprint(read_tokens(scratch.write("t", text), {}));
+  };
   const std::string base = print("{\"input_ids\": [1, 2], \"loss_mask\": [0, 1]}");
   CHECK(print("{\"loss_mask\":[0,1],\"input_ids\":[1,2],\"id\":\"x\"}\n") == base);
   CHECK(print("{\"input_ids\": [1, 3], \"loss_mask\": [0, 1]}") != base);

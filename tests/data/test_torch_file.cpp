@@ -15,7 +15,8 @@ namespace {
 const std::filesystem::path kData = std::filesystem::path(SF_TEST_DATA) / "data";
 
 bool same(const TensorView* a, const TensorView* b) {
-  return a != nullptr && b != nullptr && a->dtype == b->dtype && a->shape == b->shape && a->bytes.size() == b->bytes.size() &&
+  return a != nullptr && b != nullptr && a->dtype == b->dtype && a->shape == b->shape &&
+         a->bytes.size() == b->bytes.size() &&
          std::memcmp(a->bytes.data(), b->bytes.data(), a->bytes.size()) == 0;
 }
 
@@ -57,17 +58,22 @@ TEST_CASE("torch file: a view outlives the file object") {
 
 TEST_CASE("torch file: a pickle that would run code is refused by name") {
   CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "runs_code.ckpt"); })
-            .ends_with("runs_code.ckpt: the pickle asks for 'posix system', which is not allowed: only plain tensors are read"));
+            .ends_with("runs_code.ckpt: the pickle asks for 'posix system', which is not allowed: only plain "
+                       "tensors are read"));
 }
 
 TEST_CASE("torch file: a pickle nested too deeply is refused and not a crash") {
-  CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "nested.ckpt"); })
-            .ends_with("nested.ckpt: damaged pickle: nested too deeply"));
+  CHECK(error_of([] {
+          (void)TorchFile::open(kData / "torch_files" / "nested.ckpt");
+        }).ends_with("nested.ckpt: damaged pickle: nested too deeply"));
 }
 
-TEST_CASE("torch file: every truncation and every single damaged byte is an error or reads as before, never a crash") {
+TEST_CASE(
+    "torch file: every truncation and every single damaged byte is an error or reads as before, never a "
+    "crash") {
   const Scratch scratch;
-  for (const char* name : {"features_eagle3/data_1.ckpt", "torch_files/deflated.ckpt", "torch_files/packed.ckpt.gz"}) {
+  for (const char* name :
+       {"features_eagle3/data_1.ckpt", "torch_files/deflated.ckpt", "torch_files/packed.ckpt.gz"}) {
     CAPTURE(name);
     const std::string whole = read_file(kData / name);
     const std::string ending = std::string(name).ends_with(".gz") ? "r.ckpt.gz" : "r.ckpt";
@@ -79,19 +85,21 @@ TEST_CASE("torch file: every truncation and every single damaged byte is an erro
       std::string damaged = whole;
       damaged[at] = static_cast<char>(damaged[at] ^ 0x5a);
       const auto path = scratch.write(ending, damaged);
-      (void)error_of([&] { (void)TorchFile::open(path); });  // an sf::Error or none; anything else ends the test
+      (void)error_of(
+          [&] { (void)TorchFile::open(path); });  // an sf::Error or none; anything else ends the test
     }
   }
 }
 
 TEST_CASE("torch file: other files are told apart") {
   const Scratch scratch;
-  CHECK(error_of([&] { (void)TorchFile::open(scratch.write("a.ckpt", "")); }, &scratch) == "a.ckpt: the file is empty");
+  CHECK(error_of([&] { (void)TorchFile::open(scratch.write("a.ckpt", "")); }, &scratch) ==
+        "a.ckpt: the file is empty");
   CHECK(error_of([&] { (void)TorchFile::open(scratch.write("a.ckpt", "hello, world")); }, &scratch) ==
         "a.ckpt: not a file of torch.save: it does not start as a zip archive");
   CHECK(error_of([&] { (void)TorchFile::open(scratch.write("a.ckpt.gz", "hello, world")); }, &scratch) ==
         "a.ckpt.gz: not a gzip file, or damaged");
   const std::string whole = read_file(kData / "features_eagle3" / "data_1.ckpt");
-  CHECK(error_of([&] { (void)TorchFile::open(scratch.write("a.ckpt", whole.substr(0, whole.size() / 2))); }, &scratch) ==
-        "a.ckpt: truncated: the zip archive has no directory at its end");
+  CHECK(error_of([&] { (void)TorchFile::open(scratch.write("a.ckpt", whole.substr(0, whole.size() / 2))); },
+                 &scratch) == "a.ckpt: truncated: the zip archive has no directory at its end");
 }

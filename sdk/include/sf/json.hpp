@@ -1,8 +1,9 @@
 // sf/json.hpp
 //
-// JSON as a plain tree of values: what configurations, manifests, indexes and metric lines are made of. In: UTF-8 text.
-// Out: a tree, or a JsonError that names source, line and column. Objects keep the order in which keys were added, so a
-// file that is read and written again stays readable. Integers keep all 64 bits; they are not doubles.
+// JSON as a plain tree of values: what configurations, manifests, indexes and metric lines are made of. In:
+// UTF-8 text. Out: a tree, or a JsonError that names source, line and column. Objects keep the order in which
+// keys were added, so a file that is read and written again stays readable. Integers keep all 64 bits; they
+// are not doubles.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,8 @@
 
 namespace sf {
 
-/// Malformed text, a missing key or a value of another kind. `what()` is a whole sentence with the place in it.
+/// Malformed text, a missing key or a value of another kind. `what()` is a whole sentence with the place in
+/// it.
 class __attribute__((visibility("default"))) JsonError : public std::runtime_error {
  public:
   explicit JsonError(const std::string& what) : std::runtime_error(what) {}
@@ -42,19 +44,20 @@ class Json {
   using Entry = std::pair<std::string, Json>;
   using Object = std::vector<Entry>;
 
-  Json() = default;                                                            // null
-  Json(std::nullptr_t) {}                                                      // NOLINT(google-explicit-constructor)
-  Json(bool value) : value_(value) {}                                          // NOLINT(google-explicit-constructor)
-  Json(int value) : value_(static_cast<int64_t>(value)) {}                     // NOLINT(google-explicit-constructor)
-  Json(unsigned value) : value_(static_cast<int64_t>(value)) {}                // NOLINT(google-explicit-constructor)
-  Json(long value) : value_(static_cast<int64_t>(value)) {}                    // NOLINT(google-explicit-constructor)
-  Json(long long value) : value_(static_cast<int64_t>(value)) {}               // NOLINT(google-explicit-constructor)
-  Json(unsigned long value);                                                   // NOLINT(google-explicit-constructor)
-  Json(unsigned long long value) : Json(static_cast<unsigned long>(value)) {}  // NOLINT(google-explicit-constructor)
-  Json(double value) : value_(value) {}                                        // NOLINT(google-explicit-constructor)
-  Json(const char* value) : value_(std::string(value)) {}                      // NOLINT(google-explicit-constructor)
-  Json(std::string_view value) : value_(std::string(value)) {}                 // NOLINT(google-explicit-constructor)
-  Json(std::string value) : value_(std::move(value)) {}                        // NOLINT(google-explicit-constructor)
+  Json() = default;                                               // null
+  Json(std::nullptr_t) {}                                         // NOLINT(google-explicit-constructor)
+  Json(bool value) : value_(value) {}                             // NOLINT(google-explicit-constructor)
+  Json(int value) : value_(static_cast<int64_t>(value)) {}        // NOLINT(google-explicit-constructor)
+  Json(unsigned value) : value_(static_cast<int64_t>(value)) {}   // NOLINT(google-explicit-constructor)
+  Json(long value) : value_(static_cast<int64_t>(value)) {}       // NOLINT(google-explicit-constructor)
+  Json(long long value) : value_(static_cast<int64_t>(value)) {}  // NOLINT(google-explicit-constructor)
+  Json(unsigned long value);                                      // NOLINT(google-explicit-constructor)
+  Json(unsigned long long value)
+      : Json(static_cast<unsigned long>(value)) {}              // NOLINT(google-explicit-constructor)
+  Json(double value) : value_(value) {}                         // NOLINT(google-explicit-constructor)
+  Json(const char* value) : value_(std::string(value)) {}       // NOLINT(google-explicit-constructor)
+  Json(std::string_view value) : value_(std::string(value)) {}  // NOLINT(google-explicit-constructor)
+  Json(std::string value) : value_(std::move(value)) {}         // NOLINT(google-explicit-constructor)
 
   [[nodiscard]] static Json array() { return Json(Value(Array{})); }
   [[nodiscard]] static Json object() { return Json(Value(Object{})); }
@@ -67,7 +70,8 @@ class Json {
     return result;
   }
 
-  /// The whole of `text` as one value. `source_name` is a path or another name for messages. Throws JsonError.
+  /// The whole of `text` as one value. `source_name` is a path or another name for messages. Throws
+  /// JsonError.
   [[nodiscard]] static Json parse(std::string_view text, std::string_view source_name = "text");
 
   [[nodiscard]] bool is_null() const { return std::holds_alternative<std::monostate>(value_); }
@@ -111,8 +115,9 @@ class Json {
   /// Adds an element. Null becomes an array. Returns *this.
   Json& push_back(Json value);
 
-  /// Text in one line (`indent` < 0) or with `indent` spaces a level. Bytes that are not UTF-8 are replaced. A double that
-  /// is not finite becomes null, as JSON has no such numbers. Doubles are written so that they read back exactly.
+  /// Text in one line (`indent` < 0) or with `indent` spaces a level. Bytes that are not UTF-8 are replaced.
+  /// A double that is not finite becomes null, as JSON has no such numbers. Doubles are written so that they
+  /// read back exactly.
   [[nodiscard]] std::string dump(int indent = -1) const;
 
   /// Same kind and value; objects are equal whatever the order of their keys.
