@@ -1,0 +1,56 @@
+#include "core/train/engine.hpp"
+
+#include <ATen/ATen.h>
+
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/kernels/ops.hpp"
+#include "core/train/verbs.hpp"
+#include "sf/algorithm.hpp"
+
+namespace sf {
+namespace {
+
+class EngineLibrary final : public Engine {
+ public:
+  const void* service(std::string_view id) override { return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : nullptr; }
+  std::vector<SizeLine> sizes(const EngineContext& context) override {
+    return guarded(context, [&] { return plan_sizes(context); });
+  }
+  Json train(const EngineContext& context, const TrainArguments& arguments) override {
+    return guarded(context, [&] { return sf::train(context, arguments); });
+  }
+  Json capture(const EngineContext& context, const CaptureArguments& arguments) override {
+    return guarded(context, [&] { return sf::capture(context, arguments); });
+  }
+  Json evaluate(const EngineContext& context, const EvalArguments& arguments) override {
+    return guarded(context, [&] { return evaluate_checkpoint(context, arguments); });
+  }
+  Json export_draft(const EngineContext& context, const ExportArguments& arguments) override {
+    return guarded(context, [&] { return sf::export_draft(context, arguments); });
+  }
+
+ private:
+  // Log lines of this library go through the host; LibTorch's errors lose their backtrace, and running out of memory is its own kind.
+  template <class Body>
+  static auto guarded(const EngineContext& context, Body&& body) {
+    redirect_log(context.log);
+    set_log_level(Level::kTrace);  // the host filters
+    try {
+      return body();
+    } catch (const c10::OutOfMemoryError& error) {
+      throw Error(ExitCode::kDevice, error.what_without_backtrace(),
+                  "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
+    } catch (const c10::Error& error) {
+      throw Error(ExitCode::kInternal, error.what_without_backtrace());
+    }
+  }
+};
+
+}  // namespace
+}  // namespace sf
+
+__attribute__((visibility("default"))) sf::Engine* sf_engine_v1() {
+  static sf::EngineLibrary* engine = new sf::EngineLibrary();  // never destroyed: plugins hold services until the process ends
+  return engine;
+}

@@ -1,0 +1,136 @@
+#include "core/train/evaluate.hpp"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "core/base/error.hpp"
+#include "core/plan/plan.hpp"
+
+namespace sf {
+namespace {
+
+/// Adds a metric's ratio under its name; a vector metric becomes position_1/NAME, position_2/NAME ...
+void report(const std::string& name, const MetricSum& sum, std::map<std::string, double>& out) {
+  const at::Tensor ratio = (sum.numerator / sum.denominator.clamp_min(1e-12)).cpu();
+  if (ratio.dim() == 0) {
+    out[name] = ratio.item<double>();
+    return;
+  }
+  for (int64_t position = 0; position < ratio.size(0); ++position) {
+    out["position_" + std::to_string(position + 1) + "/" + name] = ratio[position].item<double>();
+  }
+}
+
+}  // namespace
+
+std::map<std::string, double> ratios(const std::map<std::string, MetricSum>& metrics) {
+  std::map<std::string, double> out;
+  for (const auto& [name, sum] : metrics) {
+    report(name, sum, out);
+  }
+  return out;
+}
+
+Json Evaluation::to_json() const {
+  Json json = Json::object();
+  json.set("loss", loss);
+  json.set("acceptance_length", acceptance_length);
+  json.set("samples", samples);
+  json.set("unusable_samples", unusable);
+  json.set("seconds", seconds);
+  Json all = Json::object();
+  for (const auto& [name, value] : metrics) {
+    all.set(name, value);
+  }
+  json.set("metrics", std::move(all));
+  return json;
+}
+
+Evaluation evaluate(Session& session, const SampleSource& source, const StepInfo& step, int64_t max_samples) {
+  const auto start = std::chrono::steady_clock::now();
+  const int64_t count = max_samples > 0 ? std::min(max_samples, source.size) : source.size;
+  const int64_t rows = session.plan->get<int64_t>("training.batch_size");
+  const BatchFields fields(session.description, find_prototype(source, *session.algorithm, session.seed, /*evaluating=*/true));
+  BatchShape shape = session.batch_shape;
+  shape.is_static = false;  // every position that may start a block is wanted, more than the static slots hold
+
+  Evaluation result;
+  Unusable unusable;
+  double denominator = 0;
+  StepInfo info = step;
+  info.wants_details = true;
+  session.runner->begin_evaluation(info);
+  for (int64_t begin = 0; begin < count; begin += rows) {
+    std::vector<std::optional<Sample>> batch_rows;
+    for (int64_t index = begin; index < begin + rows; ++index) {
+      std::optional<Sample> sample;
+      if (index < count) {
+        sample = read_prepared(source, *session.algorithm, index, sample_context(session.seed, 0, index, true), unusable);
+      }
+      result.samples += sample ? 1 : 0;
+      batch_rows.push_back(std::move(sample));
+    }
+    Batch batch = fields.stack(batch_rows, shape);
+    session.algorithm->finish(batch);
+    denominator += session.algorithm->weigh(batch);
+    session.runner->begin_micro_step();
+    session.algorithm->micro_step(*session.runner, to_device(batch, session.description, session.placement.device, session.placement.dtype));
+  }
+  session.runner->end_evaluation();
+  result.unusable = unusable.count;
+  result.loss = session.runner->loss_sum().item<double>() / std::max(denominator, 1e-12);
+  result.metrics = ratios(session.runner->metrics());
+  const auto found = result.metrics.find("acceptance_length");
+  SF_CHECK(found != result.metrics.end(), "the algorithm reports no acceptance_length");
+  result.acceptance_length = found->second;
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return result;
+}
+
+BigramBaseline::BigramBaseline(const FeatureStore& training) {
+  std::unordered_map<int64_t, std::unordered_map<int64_t, int64_t>> counts;
+  for (int64_t i = 0; i < training.size(); ++i) {
+    const auto tokens = training.sample_tokens(i);
+    for (size_t t = 0; t + 1 < tokens.input_ids.size(); ++t) {
+      ++counts[tokens.input_ids[t]][tokens.input_ids[t + 1]];
+    }
+  }
+  for (const auto& [token, followers] : counts) {
+    int64_t best = -1, best_count = 0;
+    for (const auto& [follower, count] : followers) {
+      if (count > best_count || (count == best_count && follower < best)) {
+        best = follower;
+        best_count = count;
+      }
+    }
+    next_.emplace(token, best);
+  }
+}
+
+double BigramBaseline::acceptance_length(const FeatureStore& held_out, int64_t block_size, int64_t max_tokens, int64_t max_samples) const {
+  int64_t starts = 0, hits = 0;
+  const int64_t samples = max_samples > 0 ? std::min(max_samples, held_out.size()) : held_out.size();
+  for (int64_t i = 0; i < samples; ++i) {
+    const auto tokens = held_out.sample_tokens(i);
+    const int64_t length = std::min<int64_t>(max_tokens, static_cast<int64_t>(tokens.input_ids.size()));
+    const auto supervised = [&](int64_t t) { return t < length && tokens.loss_mask[static_cast<size_t>(t)] > 0; };
+    for (int64_t anchor = 0; anchor + 1 < length; ++anchor) {
+      if (!supervised(anchor) || !supervised(anchor + 1)) {
+        continue;
+      }
+      ++starts;
+      for (int64_t t = anchor + 1; t < anchor + block_size && supervised(t); ++t) {
+        const auto guess = next_.find(tokens.input_ids[static_cast<size_t>(t - 1)]);
+        if (guess == next_.end() || guess->second != tokens.input_ids[static_cast<size_t>(t)]) {
+          break;
+        }
+        ++hits;
+      }
+    }
+  }
+  return starts == 0 ? 0.0 : 1.0 + static_cast<double>(hits) / static_cast<double>(starts);
+}
+
+}  // namespace sf

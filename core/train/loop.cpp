@@ -1,0 +1,337 @@
+// The verb `train`: windows, evaluation, checkpoints, stop.
+#include "core/train/verbs.hpp"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <optional>
+
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+#include "core/base/log.hpp"
+#include "core/checkpoint/resume.hpp"
+#include "core/checkpoint/retention.hpp"
+#include "core/checkpoint/save.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/evaluate.hpp"
+#include "core/train/metrics.hpp"
+#include "core/train/saved_run.hpp"
+#include "core/train/schedule.hpp"
+#include "core/train/session.hpp"
+#include "core/train/step.hpp"
+
+namespace sf {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+/// How many windows the run has, and how many the schedule is laid out for.
+struct Horizon {
+  int64_t windows = 0, schedule = 0;
+};
+
+Horizon horizon_of(const Plan& plan, int64_t samples, const WindowShape& shape) {
+  const int64_t epochs = plan.get<int64_t>("training.num_epochs");
+  const int64_t max_steps = plan.get<int64_t>("training.max_steps");
+  const int64_t total_steps = plan.get<int64_t>("training.total_steps");
+  const int64_t in_epochs = (samples * epochs + shape.entries() - 1) / shape.entries();
+  Horizon horizon;
+  horizon.windows = max_steps > 0 ? std::min(max_steps, in_epochs) : in_epochs;
+  horizon.schedule = total_steps > 0 ? total_steps : max_steps > 0 ? max_steps : in_epochs;
+  if (max_steps > in_epochs) {
+    log_warn("training.max_steps = {} is not reached: {} samples x {} epochs are {} updates", max_steps, samples, epochs, in_epochs);
+  }
+  return horizon;
+}
+
+class TrainingRun {
+ public:
+  TrainingRun(const EngineContext& context, const TrainArguments& arguments)
+      : context_(context), plan_(*context.plan), session_(open_session(context)) {
+    window_shape_ = {.ranks = 1,
+                     .accumulation_steps = plan_.get<int64_t>("training.accumulation_steps"),
+                     .batch_size = plan_.get<int64_t>("training.batch_size")};
+    features_ = open_features(*session_, plan_.get<std::filesystem::path>("data.hidden_states_path"), "data.hidden_states_path");
+    source_ = sample_source(*features_);
+    const auto held_out = plan_.get<std::filesystem::path>("data.eval_hidden_states_path");
+    if (!held_out.empty()) {
+      held_out_ = open_features(*session_, held_out, "data.eval_hidden_states_path");
+    } else if (plan_.get<int64_t>("training.eval_interval") > 0) {
+      throw Error(ExitCode::kUsage, "training.eval_interval is set, but data.eval_hidden_states_path is not",
+                  "name held-out features, or set training.eval_interval = 0");
+    }
+    horizon_ = horizon_of(plan_, source_.size, window_shape_);
+    rate_ = std::make_unique<LearningRate>(plan_.get<std::string>("training.lr_scheduler"), plan_.get<double>("training.learning_rate"),
+                                           plan_.get<double>("training.warmup_ratio"), horizon_.schedule);
+    fields_ = std::make_unique<BatchFields>(
+        session_->description, find_prototype(source_, *session_->algorithm, session_->seed, /*evaluating=*/false));
+    optimizer_ = std::make_unique<AdamW>(session_->sharding->shards(),
+                                         AdamWOptions{.weight_decay = plan_.get<double>("training.weight_decay"),
+                                                      .max_grad_norm = plan_.get<double>("training.max_grad_norm")});
+    trainer_ = std::make_unique<Trainer>(*session_->algorithm, session_->description, *session_->sharding, *session_->runner, *optimizer_,
+                                         session_->placement);
+    progress_.updates_total = horizon_.schedule;
+    std::filesystem::create_directories(session_->run_folder);
+    start_from(arguments);
+    saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer());
+    metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
+    atomic_write(session_->run_folder / "recipe.toml", plan_.recipe_text(), ExitCode::kCheckpoint);
+  }
+
+  Json run() {
+    if (progress_.update >= horizon_.windows) {
+      log_info("nothing to do: all {} updates are done", horizon_.windows);
+    } else {
+      if (held_out_ != nullptr && progress_.update == 0) {
+        first_evaluation_ = evaluate_held_out();
+      }
+      train_windows();
+    }
+    return summary();
+  }
+
+ private:
+  void start_from(const TrainArguments& arguments) {
+    if (!arguments.resume.empty() && !arguments.init_from.empty()) {
+      throw Error(ExitCode::kUsage, "--resume and --init-from exclude each other",
+                  "--resume goes on with a run; --init-from starts a new one from its weights");
+    }
+    if (!arguments.resume.empty()) {
+      if (const auto checkpoint = open_checkpoint(session_->run_folder, arguments.resume)) {
+        progress_ = restore(*checkpoint, *session_, *optimizer_, *features_, horizon_.schedule);
+        log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
+        resumed_ = true;
+        return;
+      }
+      log_info("no checkpoint in {} yet: a fresh start", session_->run_folder.string());
+    } else if (const auto existing = list_checkpoints(session_->run_folder); !existing.empty()) {
+      throw Error(ExitCode::kUsage, session_->run_folder.string() + " already holds checkpoints (newest: step " +
+                                        std::to_string(existing.front().step) + ")",
+                  "--resume auto goes on with it; another run_id or output_dir starts anew");
+    }
+    if (!arguments.init_from.empty()) {
+      const auto checkpoint = open_checkpoint(arguments.init_from, arguments.init_from);
+      if (!checkpoint) {
+        throw Error(ExitCode::kCheckpoint, "--init-from " + arguments.init_from + " holds no complete checkpoint");
+      }
+      restore_weights(*checkpoint, *session_);
+      optimizer_->reload_masters();
+      log_info("weights from {}", checkpoint->folder().string());
+    }
+  }
+
+  void train_windows() {
+    WindowLoader loader(source_, *session_->algorithm, *fields_,
+                        {.seed = session_->seed,
+                         .window = window_shape_,
+                         .rank = 0,
+                         .epochs = plan_.get<int64_t>("training.num_epochs"),
+                         .batch = session_->batch_shape,
+                         .first_window = progress_.update,
+                         .last_window = horizon_.windows});
+    const int64_t log_interval = std::max<int64_t>(1, plan_.get<int64_t>("training.log_interval"));
+    const int64_t eval_interval = plan_.get<int64_t>("training.eval_interval");
+    const int64_t save_interval = plan_.get<int64_t>("training.save_interval");
+    const int64_t first_update = progress_.update;
+    const auto start = Clock::now();
+    SampleOrder order(session_->seed, source_.size, plan_.get<int64_t>("training.num_epochs"));
+    double elapsed_logged = 0, waited_logged = 0;
+    int64_t tokens_logged = 0, samples_logged = 0, updates_logged = 0;
+
+    while (progress_.update < horizon_.windows) {
+      const auto window_start = Clock::now();
+      const Window window = loader.next();
+      const int64_t update = progress_.update;
+      const bool is_last = update + 1 == horizon_.windows;
+      const bool will_log = (update + 1) % log_interval == 0 || is_last || update == first_update;
+      const StepInfo step{.update = update, .updates_total = horizon_.schedule, .wants_details = will_log};
+      const double rate = rate_->at(update);
+      const StepResult result = trainer_->run(window, step, rate);
+      check(result, update);
+      if (update == first_update) {
+        refuse_untouched();
+      }
+      progress_.update = update + 1;
+      progress_.stream_position = order.next_position(update * window_shape_.entries(), window_shape_);
+      progress_.epoch = progress_.stream_position / source_.size;
+      last_loss_ = result.loss;
+      tokens_ += window.tokens;
+      train_seconds_ += seconds_since(window_start);
+      tokens_logged += window.tokens;
+      samples_logged += window.samples;
+      ++updates_logged;
+      elapsed_logged += seconds_since(window_start);
+
+      if (will_log) {
+        const auto metrics = ratios(session_->runner->metrics());
+        const auto accept = metrics.find("acceptance_length");
+        const double per_update = train_seconds_ / static_cast<double>(progress_.update - first_update);
+        const StepLine line{.step = progress_.update,
+                            .steps_total = horizon_.windows,
+                            .loss = result.loss,
+                            .gradient_norm = result.gradient_norm,
+                            .learning_rate = rate,
+                            .acceptance_length = accept == metrics.end() ? 0.0 : accept->second,
+                            .tokens_per_second = static_cast<double>(tokens_logged) / elapsed_logged,
+                            .seconds_left = per_update * static_cast<double>(horizon_.windows - progress_.update),
+                            .memory_bytes = memory_use(session_->placement.device).now};
+        log_info("{}", step_line(line));
+        Json json = Json::object();
+        json.set("step", line.step).set("loss", line.loss).set("grad_norm", line.gradient_norm).set("lr", rate);
+        json.set("epoch", static_cast<double>(progress_.stream_position) / static_cast<double>(source_.size));
+        json.set("perf/tokens_per_second", line.tokens_per_second);
+        json.set("perf/samples_per_second", static_cast<double>(samples_logged) / elapsed_logged);
+        json.set("perf/optimizer_step_time_s", elapsed_logged / static_cast<double>(updates_logged));
+        json.set("perf/data_wait_time_s", (loader.seconds_waited() - waited_logged) / static_cast<double>(updates_logged));
+        json.set("perf/memory_bytes", line.memory_bytes);
+        for (const auto& [name, value] : metrics) {
+          json.set(name, value);
+        }
+        metrics_file_->write(json);
+        elapsed_logged = 0;
+        tokens_logged = samples_logged = updates_logged = 0;
+        waited_logged = loader.seconds_waited();
+      }
+
+      const bool stop = context_.stop_requested && context_.stop_requested();
+      bool save_now = is_last || stop || (save_interval > 0 && progress_.update % save_interval == 0);
+      std::optional<Evaluation> evaluation;
+      if (held_out_ != nullptr && !stop && (is_last || (eval_interval > 0 && progress_.update % eval_interval == 0))) {
+        evaluation = evaluate_held_out();
+        const auto best = read_best(session_->run_folder);
+        save_now = save_now || !best || evaluation->acceptance_length > best->score;
+      }
+      if (save_now) {
+        save(evaluation);
+      }
+      if (stop) {
+        log_info("asked to stop: saved after update {} of {}; --resume auto goes on", progress_.update, horizon_.windows);
+        interrupted_ = true;
+        break;
+      }
+    }
+    unusable_ = loader.unusable();
+    if (unusable_.count > 0) {
+      log_warn("{} samples could not be used, {} times in all", unusable_.reasons.size(), unusable_.count);
+    }
+    log_debug("trained for {} s, waited {} s for data", seconds_since(start), loader.seconds_waited());
+  }
+
+  // A window that changed nothing: harmless when no sample had weight, the end of the run when a number is not finite.
+  void check(const StepResult& result, int64_t update) {
+    if (result.updated) {
+      return;
+    }
+    if (result.denominator == 0) {
+      ++empty_windows_;
+      if (empty_windows_ == 1) {
+        log_warn("update {} has no supervised row in any of its samples and changes nothing", update + 1);
+      }
+      return;
+    }
+    throw Error(ExitCode::kInternal,
+                format("update {}: loss {}, gradient norm {}, denominator {}; nothing was changed by it", update + 1, result.loss,
+                       result.gradient_norm, result.denominator),
+                "lower training.learning_rate, check the features, and go on from the last checkpoint with --resume auto");
+  }
+
+  void refuse_untouched() {
+    const std::vector<std::string> names = session_->runner->never_touched();
+    if (!names.empty() && empty_windows_ == 0) {
+      throw Error(ExitCode::kInternal, format("{} parameters got no gradient in the first window: {}", names.size(), join(names, ", ")),
+                  "an algorithm declares parameters that may stay untouched as idle");
+    }
+  }
+
+  Evaluation evaluate_held_out() {
+    const StepInfo step{.update = progress_.update, .updates_total = horizon_.schedule, .wants_details = true};
+    Evaluation evaluation =
+        evaluate(*session_, sample_source(*held_out_), step, plan_.get<int64_t>("training.eval_max_samples"));
+    log_info("eval after update {}: loss {}, acceptance length {} ({} samples, {})", progress_.update,
+             format_number(evaluation.loss, 4), format_number(evaluation.acceptance_length, 3), evaluation.samples,
+             human_duration(evaluation.seconds));
+    Json line = Json::object();
+    line.set("step", progress_.update).set("eval", evaluation.to_json());
+    metrics_file_->write(line);
+    last_evaluation_ = evaluation;
+    return evaluation;
+  }
+
+  void save(const std::optional<Evaluation>& evaluation) {
+    const auto start = Clock::now();
+    saver_->start(snapshot(*session_, *optimizer_, progress_, *features_));
+    saver_->wait();
+    if (resumed_ && !saved_since_resume_) {
+      for (const int64_t step : discard_newer_than(session_->run_folder, progress_.update)) {
+        log_info("removed step {} of the run's abandoned future", step);
+      }
+    }
+    saved_since_resume_ = true;
+    if (evaluation &&
+        offer_best(session_->run_folder, {.step = progress_.update, .score = evaluation->acceptance_length,
+                                          .metric = "acceptance_length", .metrics = evaluation->to_json()})) {
+      log_info("best so far: step {} with acceptance length {}", progress_.update, format_number(evaluation->acceptance_length, 3));
+    }
+    (void)rotate_checkpoints(session_->run_folder, plan_.get<int64_t>("training.max_checkpoints"), progress_.update);
+    log_debug("saved step {} in {}", progress_.update, human_duration(seconds_since(start)));
+  }
+
+  static std::string format_number(double value, int digits) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.*f", digits, value);
+    return text;
+  }
+
+  Json summary() const {
+    Json json = Json::object();
+    json.set("run_folder", session_->run_folder.string());
+    json.set("updates", progress_.update).set("updates_total", horizon_.windows);
+    json.set("interrupted", interrupted_);
+    json.set("loss", last_loss_);
+    json.set("tokens_per_second", train_seconds_ > 0 ? static_cast<double>(tokens_) / train_seconds_ : 0.0);
+    json.set("seconds_training", train_seconds_);
+    json.set("unusable_samples", static_cast<int64_t>(unusable_.reasons.size()));
+    json.set("empty_windows", empty_windows_);
+    json.set("memory_peak_bytes", memory_use(session_->placement.device).peak);
+    if (first_evaluation_) {
+      json.set("eval_before", first_evaluation_->to_json());
+    }
+    if (last_evaluation_) {
+      json.set("eval_after", last_evaluation_->to_json());
+    }
+    return json;
+  }
+
+  const EngineContext& context_;
+  const Plan& plan_;
+  std::unique_ptr<Session> session_;
+  WindowShape window_shape_;
+  std::unique_ptr<FeatureStore> features_, held_out_;
+  SampleSource source_;
+  Horizon horizon_;
+  std::unique_ptr<LearningRate> rate_;
+  std::unique_ptr<BatchFields> fields_;
+  std::unique_ptr<AdamW> optimizer_;
+  std::unique_ptr<Trainer> trainer_;
+  SyncWriter sync_writer_;
+  std::unique_ptr<CheckpointSaver> saver_;
+  std::unique_ptr<MetricsFile> metrics_file_;
+
+  RunProgress progress_;
+  bool resumed_ = false, saved_since_resume_ = false, interrupted_ = false;
+  double last_loss_ = 0, train_seconds_ = 0;
+  int64_t tokens_ = 0, empty_windows_ = 0;
+  Unusable unusable_;
+  std::optional<Evaluation> first_evaluation_, last_evaluation_;
+};
+
+}  // namespace
+
+Json train(const EngineContext& context, const TrainArguments& arguments) { return TrainingRun(context, arguments).run(); }
+
+}  // namespace sf

@@ -1,0 +1,79 @@
+// What a run will take, before anything is allocated: from shapes alone.
+#include <algorithm>
+#include <map>
+
+#include "core/base/text.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/session.hpp"
+#include "core/train/verbs.hpp"
+#include "sf/json.hpp"
+
+namespace sf {
+namespace {
+
+int64_t elements(const ParameterSpec& parameter) {
+  int64_t count = 1;
+  for (const int64_t extent : parameter.shape) {
+    count *= extent;
+  }
+  return count;
+}
+
+}  // namespace
+
+std::vector<SizeLine> plan_sizes(const EngineContext& context) {
+  const Plan& plan = *context.plan;
+  const ModelFacts facts = model_facts(plan);
+  const Description description = algorithm_of(context).describe(facts);
+  const int64_t element = facts.bfloat16 ? 2 : 4;
+  const int64_t gradient_element = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? 2 : 4;
+
+  // A product keeps its input and output until backward; pointwise work between products keeps about as much again.
+  const int64_t batch_rows = plan.get<int64_t>("training.batch_size");
+  const int64_t draft_rows = batch_rows * std::max<int64_t>(1, description.slots) * std::max<int64_t>(1, description.rows_per_slot);
+  const auto recompute = plan.get<std::vector<std::string>>("training.recompute");
+  int64_t parameters = 0, trainable = 0, activation_columns = 0;
+  for (const UnitSpec& unit : description.units) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      parameters += elements(parameter);
+      trainable += parameter.trainable ? elements(parameter) : 0;
+      if (unit.shard_group != "root" && parameter.shape.size() == 2) {
+        activation_columns += 2 * (parameter.shape[0] + parameter.shape[1]);
+      }
+    }
+  }
+
+  const Json target = Json::parse(facts.target_config_json, "config.json");
+  const Json* nested = target.find("text_config");
+  const Json& text = nested != nullptr ? *nested : target;
+  const int64_t vocab = text.find("padded_vocab_size") ? text.at("padded_vocab_size").as_int() : text.at("vocab_size").as_int();
+  const int64_t hidden = text.at("hidden_size").as_int();
+  const Json* tie = text.find("tie_word_embeddings");
+  const bool tied = tie != nullptr && tie->is_bool() && tie->as_bool();
+  const int64_t tables = (description.needs_embedding ? 1 : 0) + (description.needs_head && !(tied && description.needs_embedding) ? 1 : 0);
+
+  int64_t feature_columns = 0;
+  for (const FeatureRead& read : description.reads) {
+    feature_columns += read.optional ? 0 : read.columns;
+  }
+  const int64_t tokens = plan.get<int64_t>("data.max_length");
+  const std::string type = facts.bfloat16 ? "bfloat16" : "float32";
+  const auto count = [](int64_t n) { return human_count(static_cast<uint64_t>(n)); };
+  std::vector<SizeLine> lines = {
+      {"weights", parameters * element, count(parameters) + " parameters, " + type},
+      {"gradient buffers", trainable * gradient_element, count(trainable) + " trainable"},
+      {"optimizer", trainable * (facts.bfloat16 ? 12 : 8), facts.bfloat16 ? "float32 masters and two moments" : "two float32 moments"},
+      {"frozen tables", tables * vocab * hidden * element, format("{} x [{}, {}]{}", tables, vocab, hidden, tied ? ", tied" : "")},
+      {"features of a batch", batch_rows * tokens * feature_columns * element, format("at most [{}, {}, {}]", batch_rows, tokens, feature_columns)},
+      {"activations (estimate)", draft_rows * activation_columns * element,
+       format("{} draft rows{}", draft_rows, recompute.empty() ? "" : ", without recompute")},
+  };
+  int64_t total = 0;
+  for (const SizeLine& line : lines) {
+    total += line.bytes;
+  }
+  lines.push_back({"total (estimate)", total, "per process"});
+  return lines;
+}
+
+}  // namespace sf

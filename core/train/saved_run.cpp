@@ -1,0 +1,167 @@
+#include "core/train/saved_run.hpp"
+
+#include <ATen/ATen.h>
+
+#include <numeric>
+
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/model/tensor_view.hpp"
+#include "core/plan/plan.hpp"
+
+namespace sf {
+namespace {
+
+std::string display(const std::vector<std::string>& sentences) {
+  std::string text;
+  for (const std::string& sentence : sentences) {
+    text += (text.empty() ? "" : "; ") + sentence;
+  }
+  return text;
+}
+
+// The state that describes the run as it is configured now; what it has done comes from `progress`.
+RunState describe_run(const Session& session, const RunProgress& progress, const FeatureStore& features) {
+  const Plan& plan = *session.plan;
+  RunState state;
+  state.run_id = plan.get<std::string>("run_id");
+  state.step = progress.update;
+  state.position = progress.stream_position;
+  state.epoch = progress.epoch;
+  state.seed = session.seed;
+  state.total_steps = progress.updates_total;
+  state.schedule = plan.get<std::string>("training.lr_scheduler");
+  state.recipe = plan.recipe_text();
+  state.draft_config = session.description.draft_config_json;
+  state.target_fingerprint = session.target_fingerprint;
+  state.features_fingerprint = features.fingerprint();
+  state.versions = {{"sf", SF_SDK_VERSION}, {"libtorch", SF_TORCH_VARIANT}, {"compiler", __VERSION__}};
+  for (const LoadedPlugin& plugin : session.context->plugins) {
+    state.plugins.push_back({.name = plugin.name, .version = plugin.version, .sha256 = plugin.sha256});
+  }
+  for (const auto& [key, value] : plan.values) {
+    if (value.is_fixed) {
+      state.fixed[key] = toml_text(value.value);
+    }
+  }
+  for (const auto& [key, value] : session.description.fixed) {
+    state.fixed["draft." + key] = value;
+  }
+  return state;
+}
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// The tensors of a shard under their names in a checkpoint.
+std::vector<NamedTensor> tensors_of(const Shard& shard, const ShardState* state) {
+  std::vector<NamedTensor> tensors = {{"weights/" + shard.name, shard.local}};
+  if (state != nullptr) {
+    if (!state->master.is_same(shard.local)) {
+      tensors.push_back({"master/" + shard.name, state->master});
+    }
+    tensors.push_back({"exp_avg/" + shard.name, state->exp_avg});
+    tensors.push_back({"exp_avg_sq/" + shard.name, state->exp_avg_sq});
+  }
+  return tensors;
+}
+
+std::vector<const ShardState*> states_by_shard(const std::vector<Shard>& shards, AdamW& optimizer) {
+  std::vector<const ShardState*> found(shards.size(), nullptr);
+  for (const ShardState& state : optimizer.states()) {
+    found[state.shard] = &state;
+  }
+  return found;
+}
+
+// This rank's box of a parameter.
+std::vector<int64_t> start_of(const Shard& shard) {
+  std::vector<int64_t> start(shard.global_shape.size(), 0);
+  if (!start.empty()) {
+    start[0] = shard.row_begin;
+  }
+  return start;
+}
+
+void read_into(const CheckpointReader& checkpoint, const std::string& name, const Shard& shard, const at::Tensor& into) {
+  const SavedTensor& saved = checkpoint.tensor(name);
+  const char* wanted = dtype_name(dtype_of(into.scalar_type()));
+  if (saved.shape != shard.global_shape || saved.dtype != wanted) {
+    throw Error(ExitCode::kCheckpoint,
+                checkpoint.folder().string() + ": '" + name + "' is " + saved.dtype + " " + shape_text(saved.shape) + ", this run has " +
+                    wanted + " " + shape_text(shard.global_shape),
+                "resume with the recipe that is saved in the checkpoint");
+  }
+  at::Tensor host = at::empty(into.sizes(), into.options().device(at::kCPU));
+  checkpoint.read(name, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()}, start_of(shard), into.sizes().vec());
+  at::NoGradGuard no_grad;
+  into.copy_(host);
+}
+
+}  // namespace
+
+CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features) {
+  CheckpointSaver::Request request;
+  request.state = describe_run(session, progress, features);
+  auto kept = std::make_shared<std::vector<at::Tensor>>();
+  const std::vector<Shard>& shards = session.sharding->shards();
+  const auto states = states_by_shard(shards, optimizer);
+  Json update_counts = Json::object();
+  for (size_t i = 0; i < shards.size(); ++i) {
+    for (const NamedTensor& named : tensors_of(shards[i], states[i])) {
+      const at::Tensor host = named.tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
+      kept->push_back(host);
+      request.tensors.push_back({.name = named.name,
+                                 .dtype = dtype_name(dtype_of(host.scalar_type())),
+                                 .global_shape = shards[i].global_shape,
+                                 .start = start_of(shards[i]),
+                                 .shape = host.sizes().vec(),
+                                 .data = host.const_data_ptr(),
+                                 .bytes = host.nbytes()});
+    }
+    if (states[i] != nullptr) {
+      update_counts.set(shards[i].name, static_cast<int64_t>(states[i]->steps.item<float>()));
+    }
+  }
+  request.state.progress.set("update_counts", std::move(update_counts));
+  request.texts = {{.name = "recipe.toml", .text = request.state.recipe}, {.name = "draft_config.json", .text = request.state.draft_config}};
+  request.keep_alive = std::move(kept);
+  return request;
+}
+
+RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW& optimizer, const FeatureStore& features,
+                    int64_t updates_total) {
+  const RunState& saved = checkpoint.state();
+  RunProgress progress{.update = saved.step, .updates_total = updates_total, .stream_position = saved.position, .epoch = saved.epoch};
+  const Continuation continuation = compare_runs(saved, describe_run(session, progress, features));
+  for (const std::string& warning : continuation.warnings) {
+    log_warn("resuming {}: {}", checkpoint.folder().filename().string(), warning);
+  }
+  if (!continuation.errors.empty()) {
+    throw Error(ExitCode::kCheckpoint, "can't go on from " + checkpoint.folder().string() + ": " + display(continuation.errors),
+                "use the same recipe and features, or start anew from its weights with --init-from " + checkpoint.folder().string());
+  }
+  std::vector<Shard>& shards = session.sharding->shards();
+  const auto states = states_by_shard(shards, optimizer);
+  const Json& update_counts = saved.progress.at("update_counts");
+  for (size_t i = 0; i < shards.size(); ++i) {
+    for (const NamedTensor& named : tensors_of(shards[i], states[i])) {
+      read_into(checkpoint, named.name, shards[i], named.tensor);
+    }
+    if (states[i] != nullptr) {
+      at::Tensor steps = states[i]->steps;
+      steps.fill_(static_cast<double>(update_counts.at(shards[i].name).as_int()));
+    }
+  }
+  return progress;
+}
+
+void restore_weights(const CheckpointReader& checkpoint, Session& session) {
+  for (Shard& shard : session.sharding->shards()) {
+    read_into(checkpoint, "weights/" + shard.name, shard, shard.local);
+  }
+}
+
+}  // namespace sf

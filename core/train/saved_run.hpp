@@ -1,0 +1,34 @@
+// core/train/saved_run.hpp: between a session and a checkpoint: which tensors are saved under which names, and what a run that goes on must share.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/checkpoint/reader.hpp"
+#include "core/checkpoint/save.hpp"
+#include "core/train/session.hpp"
+
+namespace sf {
+
+/// Where a run stands between two windows.
+struct RunProgress {
+  int64_t update = 0;             // optimizer updates (windows) done
+  int64_t updates_total = 0;      // of the schedule
+  int64_t stream_position = 0;    // entries of the sample stream used so far
+  int64_t epoch = 0;
+};
+
+/// Host copies of weights, masters and moments (names "weights/N", "master/N", "exp_avg/N", "exp_avg_sq/N") with the run's state.
+/// On the CPU the copies are what keeps the next update from changing them.
+CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features);
+
+/// Everything back, exactly. Throws Error(kCheckpoint) with both values when the run that was saved is another one.
+RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW& optimizer, const FeatureStore& features,
+                    int64_t updates_total);
+
+/// Only the weights, from a checkpoint of the same draft.
+void restore_weights(const CheckpointReader& checkpoint, Session& session);
+
+}  // namespace sf

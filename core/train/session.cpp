@@ -1,0 +1,178 @@
+#include "core/train/session.hpp"
+
+#include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <dlfcn.h>
+
+#include <fstream>
+#include <sstream>
+
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+#include "core/base/log.hpp"
+#include "core/data/weight_folder.hpp"
+#include "core/kernels/ops.hpp"
+#include "core/model/target_tables.hpp"
+#include "core/model/tensor_view.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/initialize.hpp"
+
+namespace sf {
+namespace {
+
+const void* interface_of(const EngineContext& context, uint32_t kind, const char* id, const char* slot) {
+  for (const LoadedPlugin& plugin : context.plugins) {
+    if (plugin.kind == kind) {
+      const void* found = plugin.entry->get_interface(plugin.instance, id);
+      if (found == nullptr) {
+        throw Error(ExitCode::kPlugin, "plugin '" + plugin.name + "' offers no \"" + id + "\"", "rebuild it with this host's SDK");
+      }
+      return found;
+    }
+  }
+  throw Error(ExitCode::kPlugin, std::string("no ") + slot + " plugin is loaded", "name one in the recipe");
+}
+
+int64_t status_bytes(const char* key) {
+  std::ifstream status("/proc/self/status");
+  for (std::string line; std::getline(status, line);) {
+    if (line.compare(0, std::string(key).size(), key) == 0) {
+      return std::stoll(line.substr(std::string(key).size())) * 1024;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+Algorithm& algorithm_of(const EngineContext& context) {
+  return *static_cast<Algorithm*>(const_cast<void*>(interface_of(context, SF_KIND_ALGORITHM, kAlgorithmInterface, "algorithm")));
+}
+
+Sharding& sharding_of(const EngineContext& context) {
+  return *static_cast<Sharding*>(const_cast<void*>(interface_of(context, SF_KIND_SHARDING, kShardingInterface, "sharding")));
+}
+
+ModelFacts model_facts(const Plan& plan) {
+  ModelFacts facts;
+  facts.target_config_json = read_file(plan.get<std::filesystem::path>("model.target_model_path") / "config.json", ExitCode::kData);
+  const auto draft = plan.get<std::filesystem::path>("model.draft_model_config");
+  if (!draft.empty()) {
+    facts.draft_config_json = read_file(draft, ExitCode::kData);
+  }
+  facts.draft_num_hidden_layers = plan.get<int64_t>("model.draft_num_hidden_layers");
+  facts.draft_block_size = plan.get<int64_t>("model.draft_block_size");
+  facts.target_layer_ids = plan.get<std::vector<int64_t>>("model.target_layer_ids");
+  facts.mask_token_id = plan.get<int64_t>("model.mask_token_id");
+  facts.rope_rounding = plan.get<std::string>("model.rope_rounding");
+  facts.bfloat16 = plan.get<std::string>("model.torch_dtype") == "bfloat16";
+  facts.static_shapes = plan.get<bool>("training.static_shapes");
+  return facts;
+}
+
+at::Device open_device(const std::string& name) {
+  if (name == "cpu") {
+    return at::Device(at::kCPU);
+  }
+  // LibTorch's CUDA half is opened only here: a run on the CPU starts without it.
+  if (dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL) == nullptr) {
+    throw Error(ExitCode::kDevice, std::string("device = \"cuda\", but LibTorch's CUDA library can't be opened: ") + dlerror(),
+                "run tools/setup, or set device = \"cpu\"");
+  }
+  const auto* cuda = c10::impl::device_guard_impl_registry[static_cast<size_t>(at::kCUDA)].load();
+  const int count = cuda == nullptr ? 0 : cuda->deviceCount();
+  if (count == 0) {
+    throw Error(ExitCode::kDevice, "device = \"cuda\", but this machine has no GPU that LibTorch can use",
+                "set device = \"cpu\", or check the driver with nvidia-smi");
+  }
+  at::globalContext().lazyInitDevice(at::kCUDA);
+  return at::Device(at::kCUDA, 0);
+}
+
+MemoryUse memory_use(at::Device device) {
+  if (device.is_cpu()) {
+    return {.now = status_bytes("VmRSS:"), .peak = status_bytes("VmHWM:")};
+  }
+  const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
+  const auto& all = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+  return {.now = all.current, .peak = all.peak};
+}
+
+std::unique_ptr<Session> open_session(const EngineContext& context) {
+  auto session = std::make_unique<Session>();
+  const Plan& plan = *context.plan;
+  const auto target_folder = plan.get<std::filesystem::path>("model.target_model_path");
+  session->context = &context;
+  session->plan = &plan;
+  session->algorithm = &algorithm_of(context);
+  session->sharding = &sharding_of(context);
+  session->ops = &cpu_ops();
+  session->seed = static_cast<uint64_t>(plan.get<int64_t>("training.seed"));
+  session->run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");
+  session->batch_shape = {.max_tokens = plan.get<int64_t>("data.max_length"),
+                          .is_static = plan.get<bool>("training.static_shapes"),
+                          .buckets = plan.get<std::vector<int64_t>>("training.static_shape_buckets")};
+  session->description = session->algorithm->describe(model_facts(plan));
+
+  session->placement.device = open_device(plan.get<std::string>("device"));
+  session->placement.dtype = plan.get<std::string>("model.torch_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  session->sharding->build(session->description.units, session->placement);
+  initialize_weights(session->description.units, session->sharding->shards(), session->seed);
+
+  const Json target_config = Json::parse(read_file(target_folder / "config.json"), (target_folder / "config.json").string());
+  session->target_fingerprint = target_fingerprint(target_config, WeightFolder::open(target_folder));
+  session->tables = load_target_tables({.folder = target_folder,
+                                        .embedding_key = plan.get<std::string>("model.embedding_key"),
+                                        .lm_head_key = plan.get<std::string>("model.lm_head_key"),
+                                        .dtype = session->placement.dtype,
+                                        .device = session->placement.device,
+                                        .embedding = session->description.needs_embedding,
+                                        .head = session->description.needs_head});
+  session->algorithm->bind(session->tables, *session->ops);
+
+  std::vector<Unit*> units;
+  for (size_t i = 0; i < session->description.units.size(); ++i) {
+    units.push_back(&session->algorithm->unit(static_cast<int64_t>(i)));
+  }
+  session->runner = std::make_unique<TapeRunner>(
+      std::move(units), session->description.units, *session->sharding, *session->ops, session->placement,
+      TapeRunner::Options{
+          .gradient_dtype = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat,
+          .recompute = plan.get<std::vector<std::string>>("training.recompute")});
+  return session;
+}
+
+std::unique_ptr<FeatureStore> open_features(const Session& session, const std::filesystem::path& path, const std::string& key) {
+  if (path.empty()) {
+    throw Error(ExitCode::kUsage, key + " is not set", "name a folder that sf-host capture made, or one with the reference's .ckpt files");
+  }
+  FeatureNeeds needs;
+  for (const FeatureRead& read : session.description.reads) {
+    if (read.columns > 0) {
+      needs.features.push_back({.key = read.name, .width = read.columns, .optional = read.optional, .layer_ids = read.layer_ids,
+                                .last_state = read.last_state});
+    }
+  }
+  const at::Tensor& table = session.tables.embedding_vh.defined() ? session.tables.embedding_vh : session.tables.head_vh;
+  needs.vocab_size = table.defined() ? table.size(0) : 0;
+  needs.max_length = session.batch_shape.max_tokens;
+  needs.target_fingerprint = session.target_fingerprint;
+  needs.verify_checksums = session.plan->get<bool>("data.verify_checksums");
+  return FeatureStore::open(path, needs);
+}
+
+SampleSource sample_source(const FeatureStore& store) {
+  return {.size = store.size(), .read = [&store](int64_t index) {
+            Sample sample;
+            sample.index = index;
+            for (const TensorView& view : store.record(index)) {
+              sample.tensors.emplace(view.name, as_tensor(view));
+            }
+            sample.tokens = sample.tensors.at("input_ids").size(0);
+            return sample;
+          }};
+}
+
+}  // namespace sf

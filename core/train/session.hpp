@@ -1,0 +1,60 @@
+// core/train/session.hpp: what every verb that needs a draft has in hand: device, algorithm, parameters, tables, runner. Opened from a plan
+// and created plugins.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/data/feature_store.hpp"
+#include "core/train/engine.hpp"
+#include "core/train/loader.hpp"
+#include "core/train/optimizer.hpp"
+#include "core/train/tape.hpp"
+#include "sf/algorithm.hpp"
+#include "sf/backend.hpp"
+
+namespace sf {
+
+/// The plugin's interface over its instance. Throws Error(kPlugin) when no plugin of the stack is of that kind.
+Algorithm& algorithm_of(const EngineContext& context);
+Sharding& sharding_of(const EngineContext& context);
+
+/// The plan's [model] section as the algorithm wants it; reads the two configuration files. Throws Error(kData) when one is not readable.
+ModelFacts model_facts(const Plan& plan);
+
+/// "cpu" or "cuda"; opens LibTorch's CUDA library first when it is the latter. Throws Error(kDevice) with what is missing.
+at::Device open_device(const std::string& name);
+/// Bytes of the device's memory in use by this process now and at most: the allocator's on a GPU, resident memory on the CPU.
+struct MemoryUse {
+  int64_t now = 0, peak = 0;
+};
+MemoryUse memory_use(at::Device device);
+
+struct Session {
+  const EngineContext* context = nullptr;
+  const Plan* plan = nullptr;
+  Placement placement;
+  Algorithm* algorithm = nullptr;
+  Sharding* sharding = nullptr;
+  Ops* ops = nullptr;
+  Description description;
+  TargetTables tables;
+  std::unique_ptr<TapeRunner> runner;
+  std::string target_fingerprint;
+  std::filesystem::path run_folder;     // output_dir / run_id
+  uint64_t seed = 0;
+  BatchShape batch_shape;
+};
+
+/// Describes, builds and initialises the draft, loads the tables, binds the algorithm.
+std::unique_ptr<Session> open_session(const EngineContext& context);
+
+/// Opens features at `path` and checks them against what the algorithm reads and the plan's target.
+std::unique_ptr<FeatureStore> open_features(const Session& session, const std::filesystem::path& path, const std::string& key);
+/// Samples of a store, which must outlive it.
+SampleSource sample_source(const FeatureStore& store);
+
+}  // namespace sf

@@ -1,0 +1,63 @@
+// The verb `eval`: a checkpoint, or the untrained draft, on held-out features.
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/checkpoint/resume.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/evaluate.hpp"
+#include "core/train/saved_run.hpp"
+#include "core/train/verbs.hpp"
+
+namespace sf {
+
+Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& arguments) {
+  const Plan& plan = *context.plan;
+  auto session = open_session(context);
+  const std::filesystem::path path = arguments.features.empty() ? plan.get<std::filesystem::path>("data.eval_hidden_states_path")
+                                                                : std::filesystem::path(arguments.features);
+  if (path.empty()) {
+    throw Error(ExitCode::kUsage, "no held-out features are named", "set data.eval_hidden_states_path, or give --features FOLDER");
+  }
+  const auto held_out = open_features(*session, path, "data.eval_hidden_states_path");
+
+  StepInfo step{.update = 0, .updates_total = 0, .wants_details = true};
+  std::string what = "untrained draft";
+  if (arguments.checkpoint != "untrained") {
+    const auto checkpoint = open_checkpoint(session->run_folder, arguments.checkpoint);
+    if (!checkpoint) {
+      throw Error(ExitCode::kCheckpoint, session->run_folder.string() + " holds no complete checkpoint",
+                  "train first, or give --checkpoint untrained");
+    }
+    restore_weights(*checkpoint, *session);
+    what = checkpoint->folder().string();
+    step.update = checkpoint->state().step;
+    step.updates_total = checkpoint->state().total_steps;
+  }
+  const int64_t max_samples = plan.get<int64_t>("training.eval_max_samples");
+  const Evaluation evaluation = evaluate(*session, sample_source(*held_out), step, max_samples);
+
+  Json json = evaluation.to_json();
+  json.set("checkpoint", what);
+  json.set("features", path.string());
+  log_info("{} on {} ({} samples, {})", what, path.string(), evaluation.samples, human_duration(evaluation.seconds));
+  const auto number = [](double value) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%.4f", value);
+    return std::string(text);
+  };
+  log_info("loss {}  acceptance length {}", number(evaluation.loss), number(evaluation.acceptance_length));
+
+  const auto training_path = plan.get<std::filesystem::path>("data.hidden_states_path");
+  if (!training_path.empty()) {
+    const auto training = open_features(*session, training_path, "data.hidden_states_path");
+    const double baseline = BigramBaseline(*training).acceptance_length(*held_out, session->description.rows_per_slot,
+                                                                        session->batch_shape.max_tokens, max_samples);
+    json.set("bigram_acceptance_length", baseline);
+    log_info("bigram baseline (next token that most often followed in the training text): acceptance length {}", number(baseline));
+  }
+  for (const auto& [name, value] : evaluation.metrics) {
+    log_info("  {} {}", name, number(value));
+  }
+  return json;
+}
+
+}  // namespace sf

@@ -1,0 +1,77 @@
+// The verb `export`: a checkpoint's weights as a folder that serving engines load.
+#include <ATen/ATen.h>
+
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/checkpoint/resume.hpp"
+#include "core/checkpoint/retention.hpp"
+#include "core/data/safetensors.hpp"
+#include "core/export/hf_export.hpp"
+#include "core/model/tensor_view.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/session.hpp"
+#include "core/train/verbs.hpp"
+
+namespace sf {
+namespace {
+
+// As serving wants it, whatever the run computed in.
+at::ScalarType exported_type(const Plan& plan) { return plan.get<std::string>("export.dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat; }
+
+}  // namespace
+
+Json export_draft(const EngineContext& context, const ExportArguments& arguments) {
+  const Plan& plan = *context.plan;
+  if (arguments.output.empty()) {
+    throw Error(ExitCode::kUsage, "no folder to export to is named", "give --output FOLDER");
+  }
+  Algorithm& algorithm = algorithm_of(context);
+  const Description description = algorithm.describe(model_facts(plan));
+  const std::filesystem::path run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");
+  const auto checkpoint = open_checkpoint(run_folder, arguments.checkpoint);
+  if (!checkpoint) {
+    throw Error(ExitCode::kCheckpoint, run_folder.string() + " holds no complete checkpoint", "train first");
+  }
+  if (checkpoint->state().draft_config != description.draft_config_json) {
+    throw Error(ExitCode::kCheckpoint, checkpoint->folder().string() + " was trained with another draft configuration than this recipe's",
+                "export with the recipe that is saved in the run: " + (run_folder / "recipe.toml").string());
+  }
+
+  const ExportSpec spec = algorithm.export_spec();
+  HfExport request;
+  request.folder = std::filesystem::absolute(arguments.output);
+  request.config = Json::parse(spec.config_json, "config.json");
+  request.contract.config_keys = spec.required_config_keys;
+  const at::ScalarType type = exported_type(plan);
+  request.dtype = dtype_name(dtype_of(type));
+  request.config.set("dtype", type == at::kBFloat16 ? "bfloat16" : "float32");
+  std::vector<at::Tensor> kept;
+  int64_t parameters = 0;
+  for (const ParameterSpec& wanted : spec.tensors) {
+    request.contract.tensors.push_back({.name = wanted.name, .shape = wanted.shape});
+    const SavedTensor& saved = checkpoint->tensor("weights/" + wanted.name);
+    const bool is_wide = saved.dtype == "F32";
+    at::Tensor tensor = at::empty(saved.shape, at::TensorOptions().dtype(is_wide ? at::kFloat : at::kBFloat16));
+    checkpoint->read("weights/" + wanted.name, {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()});
+    tensor = tensor.to(type);
+    kept.push_back(tensor);
+    parameters += tensor.numel();
+    request.tensors.push_back({.name = wanted.name, .dtype = request.dtype, .shape = saved.shape, .data = tensor.const_data_ptr(), .bytes = tensor.nbytes()});
+  }
+  request.origin.set("run", run_folder.filename().string()).set("step", checkpoint->state().step);
+  if (const auto best = read_best(run_folder); best && best->step == checkpoint->state().step) {
+    request.origin.set(best->metric, best->score);
+  }
+  request.origin.set("target_fingerprint", checkpoint->state().target_fingerprint);
+  write_hf_export(request);
+  log_info("exported step {} ({} parameters, {}) to {}", checkpoint->state().step, human_count(static_cast<uint64_t>(parameters)), request.dtype,
+           request.folder.string());
+  log_info("{}", spec.engine_note);
+
+  Json json = Json::object();
+  json.set("folder", request.folder.string()).set("step", checkpoint->state().step).set("parameters", parameters);
+  json.set("engine_note", spec.engine_note);
+  return json;
+}
+
+}  // namespace sf

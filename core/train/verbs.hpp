@@ -1,0 +1,22 @@
+// core/train/verbs.hpp: what libsf_engine.so does, one function for each verb of sf-host that needs tensors. Each returns the summary that --json
+// prints and throws sf::Error when it can't.
+#pragma once
+
+#include <vector>
+
+#include "core/train/engine.hpp"
+
+namespace sf {
+
+/// Trains; "interrupted": true after a stop request (the window is finished and saved).
+Json train(const EngineContext& context, const TrainArguments& arguments);
+/// Runs the target over conversations and stores its hidden states.
+Json capture(const EngineContext& context, const CaptureArguments& arguments);
+/// Loss, metrics and acceptance length on held-out features, beside the bigram baseline.
+Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& arguments);
+/// A folder that serving engines load.
+Json export_draft(const EngineContext& context, const ExportArguments& arguments);
+/// Bytes by kind, from the algorithm's description alone.
+std::vector<SizeLine> plan_sizes(const EngineContext& context);
+
+}  // namespace sf
