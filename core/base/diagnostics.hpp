@@ -1,7 +1,7 @@
 // core/base/diagnostics.hpp: problems that a user can mend, collected and shown together.
 //
-// Each has an id (never reused; docs/errors.md lists them), one sentence with what was found and expected, and where there is something to
-// say: the place, the file, why it matters, and what to do.
+// Each has an id (never reused; docs/errors.md lists them), one sentence with what was found and expected,
+// and where there is something to say: the place, the file, why it matters, and what to do.
 #pragma once
 
 #include <cstddef>

@@ -21,13 +21,20 @@ namespace {
   int number = errno;
   std::string hint;
   switch (number) {
-    case ENOENT: hint = "check the path; nothing is there"; break;
+    case ENOENT:
+      hint = "check the path; nothing is there";
+      break;
     case EACCES:
     case EPERM:
-    case EROFS: hint = "check the permissions of the file and its folder"; break;
+    case EROFS:
+      hint = "check the permissions of the file and its folder";
+      break;
     case ENOSPC:
-    case EDQUOT: hint = "free some space on this disk, or choose another one"; break;
-    default: break;
+    case EDQUOT:
+      hint = "free some space on this disk, or choose another one";
+      break;
+    default:
+      break;
   }
   throw Error(code, format("{} \"{}\": {}", doing, path, std::generic_category().message(number)), hint);
 }

@@ -1,5 +1,6 @@
 // core/base/file.hpp: files that are whole or not there, files mapped into memory, checksums, free space.
-// Everything throws Error(code) with path, reason of the system and what to do; code is the caller's kind of failure.
+// Everything throws Error(code) with path, reason of the system and what to do; code is the caller's kind of
+// failure.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +17,8 @@ namespace sf {
 /// The file's bytes as text.
 [[nodiscard]] std::string read_file(const std::filesystem::path& path, ExitCode code = ExitCode::kData);
 
-/// Writes a temporary file beside `path`, syncs it, renames it over `path` and syncs the folder: after a crash the old or the new file is
-/// there, whole. The folder must exist.
+/// Writes a temporary file beside `path`, syncs it, renames it over `path` and syncs the folder: after a
+/// crash the old or the new file is there, whole. The folder must exist.
 void atomic_write(const std::filesystem::path& path, std::string_view bytes, ExitCode code = ExitCode::kData);
 
 /// Waits until what was written to a file, or the names in a folder, are on the disk.

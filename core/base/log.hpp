@@ -1,6 +1,8 @@
-// core/base/log.hpp: the log that a person watches. One line is one fact: lower case, no final period, names in quotes, units.
+// core/base/log.hpp: the log that a person watches. One line is one fact: lower case, no final period, names
+// in quotes, units.
 //
-// Lines go to stderr. A library with its own copy of this code (the engine) sends them through the host with redirect_log.
+// Lines go to stderr. A library with its own copy of this code (the engine) sends them through the host with
+// redirect_log.
 #pragma once
 
 #include <functional>
@@ -19,7 +21,8 @@ using LogFunction = std::function<void(Level, std::string_view)>;
 void set_log_level(Level level);
 [[nodiscard]] bool is_logged(Level level);
 
-/// From now on lines go to `function` instead of stderr; an empty one restores stderr. Before other threads log.
+/// From now on lines go to `function` instead of stderr; an empty one restores stderr. Before other threads
+/// log.
 void redirect_log(LogFunction function);
 
 void log_line(Level level, std::string_view line);

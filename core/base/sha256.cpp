@@ -1,5 +1,6 @@
-// SHA-256 as FIPS 180-4 section 6.2 defines it, in portable code and with the x86 SHA instructions where the processor has them
-// (features are checksummed by the gigabyte; the instructions are about six times as fast).
+// SHA-256 as FIPS 180-4 section 6.2 defines it, in portable code and with the x86 SHA instructions where the
+// processor has them (features are checksummed by the gigabyte; the instructions are about six times as
+// fast).
 #include <bit>
 #include <cstring>
 
@@ -14,12 +15,14 @@ namespace sf {
 namespace {
 
 alignas(16) constexpr std::uint32_t kRound[64] = {
-    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5, 0xd807aa98, 0x12835b01, 0x243185be,
-    0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa,
-    0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967, 0x27b70a85,
-    0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85, 0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3,
-    0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f,
-    0x682e6ff3, 0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
+    0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
+    0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe, 0x9bdc06a7, 0xc19bf174,
+    0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f, 0x4a7484aa, 0x5cb0a9dc, 0x76f988da,
+    0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7, 0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967,
+    0x27b70a85, 0x2e1b2138, 0x4d2c6dfc, 0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85,
+    0xa2bfe8a1, 0xa81a664b, 0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070,
+    0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+    0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 void add_blocks_portable(std::uint32_t* state, const std::uint8_t* data, std::size_t blocks) {
   for (; blocks > 0; --blocks, data += 64) {
@@ -66,11 +69,16 @@ bool has_sha_instructions() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & (1u << 29)) != 0;
 }
 
-// The instructions keep the state as two registers, (a b e f) and (c d g h) from the high end, and make two rounds at a time.
-__attribute__((target("sha,sse4.1,ssse3"))) void add_blocks_sha(std::uint32_t* state, const std::uint8_t* data, std::size_t blocks) {
+// The instructions keep the state as two registers, (a b e f) and (c d g h) from the high end, and make two
+// rounds at a time.
+__attribute__((target("sha,sse4.1,ssse3"))) void add_blocks_sha(std::uint32_t* state,
+                                                                const std::uint8_t* data,
+                                                                std::size_t blocks) {
   const __m128i kSwap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
-  __m128i abef = _mm_set_epi32(static_cast<int>(state[0]), static_cast<int>(state[1]), static_cast<int>(state[4]), static_cast<int>(state[5]));
-  __m128i cdgh = _mm_set_epi32(static_cast<int>(state[2]), static_cast<int>(state[3]), static_cast<int>(state[6]), static_cast<int>(state[7]));
+  __m128i abef = _mm_set_epi32(static_cast<int>(state[0]), static_cast<int>(state[1]),
+                               static_cast<int>(state[4]), static_cast<int>(state[5]));
+  __m128i cdgh = _mm_set_epi32(static_cast<int>(state[2]), static_cast<int>(state[3]),
+                               static_cast<int>(state[6]), static_cast<int>(state[7]));
   for (; blocks > 0; --blocks, data += 64) {
     const __m128i abef_before = abef;
     const __m128i cdgh_before = cdgh;
@@ -80,7 +88,8 @@ __attribute__((target("sha,sse4.1,ssse3"))) void add_blocks_sha(std::uint32_t* s
         w[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)), kSwap);
       } else {
         const __m128i w7 = _mm_alignr_epi8(w[(i + 3) % 4], w[(i + 2) % 4], 4);  // w[t-7]
-        w[i % 4] = _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), w7), w[(i + 3) % 4]);
+        w[i % 4] = _mm_sha256msg2_epu32(_mm_add_epi32(_mm_sha256msg1_epu32(w[i % 4], w[(i + 1) % 4]), w7),
+                                        w[(i + 3) % 4]);
       }
       __m128i sum = _mm_add_epi32(w[i % 4], _mm_load_si128(reinterpret_cast<const __m128i*>(kRound + 4 * i)));
       cdgh = _mm_sha256rnds2_epu32(cdgh, abef, sum);
@@ -112,7 +121,8 @@ void add_blocks(std::uint32_t* state, const std::uint8_t* data, std::size_t bloc
 }  // namespace
 
 Sha256::Sha256()
-    : state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19}, block_{} {}
+    : state_{0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a, 0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19},
+      block_{} {}
 
 void Sha256::add(std::span<const std::byte> bytes) {
   const auto* data = reinterpret_cast<const std::uint8_t*>(bytes.data());
@@ -135,12 +145,15 @@ void Sha256::add(std::span<const std::byte> bytes) {
   }
 }
 
-void Sha256::add(std::string_view text) { add(std::as_bytes(std::span(text.data(), text.size()))); }
+void Sha256::add(std::string_view text) {
+  add(std::as_bytes(std::span(text.data(), text.size())));
+}
 
 std::string Sha256::hex() {
   std::uint64_t bits = length_ * 8;
   std::byte padding[72] = {std::byte{0x80}};
-  std::size_t zeros = (119 - length_ % 64) % 64;  // after the 0x80, up to eight bytes before the end of a block
+  std::size_t zeros =
+      (119 - length_ % 64) % 64;  // after the 0x80, up to eight bytes before the end of a block
   for (int i = 0; i < 8; ++i) {
     padding[1 + zeros + static_cast<std::size_t>(i)] = static_cast<std::byte>(bits >> (56 - 8 * i));
   }

@@ -18,10 +18,18 @@ void fail_check(const char* file, int line, const std::string& text) {
               "this is a mistake in the program, please report it with the recipe");
 }
 
-std::string to_text(std::string_view value) { return std::string(value); }
-std::string to_text(bool value) { return value ? "true" : "false"; }
-std::string to_text(std::int64_t value) { return std::to_string(value); }
-std::string to_text(std::uint64_t value) { return std::to_string(value); }
+std::string to_text(std::string_view value) {
+  return std::string(value);
+}
+std::string to_text(bool value) {
+  return value ? "true" : "false";
+}
+std::string to_text(std::int64_t value) {
+  return std::to_string(value);
+}
+std::string to_text(std::uint64_t value) {
+  return std::to_string(value);
+}
 
 std::string to_text(double value) {
   if (!std::isfinite(value)) {

@@ -1,4 +1,5 @@
-// core/base/text.hpp: small text functions: {} formatting for messages, suggestions for misspelt names, sizes and durations for people.
+// core/base/text.hpp: small text functions: {} formatting for messages, suggestions for misspelt names, sizes
+// and durations for people.
 #pragma once
 
 #include <cstdint>
@@ -44,23 +45,27 @@ std::string to_text_any(const T& value) {
   }
 }
 
-/// Puts the texts in place of each "{}" of `pattern`, in order. Surplus "{}" stay, surplus texts are appended.
+/// Puts the texts in place of each "{}" of `pattern`, in order. Surplus "{}" stay, surplus texts are
+/// appended.
 std::string format_texts(std::string_view pattern, std::initializer_list<std::string> texts);
 
-/// format("step {} of {}", 3, 8). Takes text, numbers, bools, enums, paths and ranges of them. No format specifications.
+/// format("step {} of {}", 3, 8). Takes text, numbers, bools, enums, paths and ranges of them. No format
+/// specifications.
 template <class... Values>
 std::string format(std::string_view pattern, const Values&... values) {
   return format_texts(pattern, {to_text_any(values)...});
 }
 
-/// The candidate nearest to `name` by edit distance, or "" when none is near (about a third of the letters may differ).
+/// The candidate nearest to `name` by edit distance, or "" when none is near (about a third of the letters
+/// may differ).
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates);
 
-std::string human_bytes(std::uint64_t bytes);     // "512 B", "1.5 GiB"
-std::string human_count(std::uint64_t count);     // "950", "134.5 M"
-std::string human_duration(double seconds);       // "0.8 s", "42 s", "3 min 05 s", "2 h 07 min"
+std::string human_bytes(std::uint64_t bytes);  // "512 B", "1.5 GiB"
+std::string human_count(std::uint64_t count);  // "950", "134.5 M"
+std::string human_duration(double seconds);    // "0.8 s", "42 s", "3 min 05 s", "2 h 07 min"
 
-/// "512MiB", "4 GiB", "1e6", "100" as bytes; KiB MiB GiB TiB are powers of 1024, kB MB GB TB of 1000. False when it is neither.
+/// "512MiB", "4 GiB", "1e6", "100" as bytes; KiB MiB GiB TiB are powers of 1024, kB MB GB TB of 1000. False
+/// when it is neither.
 bool parse_bytes(std::string_view text, std::int64_t& bytes);
 /// "90s", "500ms", "10 min", "2h" as seconds. False when it is none.
 bool parse_duration(std::string_view text, double& seconds);
@@ -68,7 +73,8 @@ bool parse_duration(std::string_view text, double& seconds);
 std::vector<std::string> split(std::string_view text, char separator);
 std::string join(const std::vector<std::string>& parts, std::string_view separator);
 std::string_view trim(std::string_view text);
-/// `text` with line breaks so that no line is longer than `width`; following lines start with `indent` spaces.
+/// `text` with line breaks so that no line is longer than `width`; following lines start with `indent`
+/// spaces.
 std::string wrap(std::string_view text, std::size_t width, std::size_t indent);
 
 }  // namespace sf

@@ -24,7 +24,9 @@ bool is_empty_default(const PlanValue& value) {
 }
 
 bool is_bare_key(std::string_view part) {
-  return !part.empty() && part.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-") == std::string_view::npos;
+  return !part.empty() &&
+         part.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-") ==
+             std::string_view::npos;
 }
 
 std::string section_name(const std::string& key) {

@@ -1,4 +1,5 @@
-// core/plan: recipe + manifests + facts become a Plan, or all the reasons why not. Decides everything, allocates nothing, opens no plugin.
+// core/plan: recipe + manifests + facts become a Plan, or all the reasons why not. Decides everything,
+// allocates nothing, opens no plugin.
 //
 // plan.hpp: the Plan. Engine and verbs read options from it: plan.get<std::int64_t>("training.batch_size").
 #pragma once
@@ -11,38 +12,31 @@
 #include <vector>
 
 #include "core/base/diagnostics.hpp"
-#include "core/recipe/value.hpp"
+#include "core/recipe/schema.hpp"
 
 namespace sf {
 
-struct PlanValue {
-  Value value;
-  Type type = Type::string;
-  std::string origin;      // "default", "default (fp8 0.3.1)", "qwen3.toml:14", "--set", "auto: no GPU on this machine"
-  std::string owner;       // "host" or the plugin that declares it
-  bool is_set = false;     // given by recipe, --set or --backend; not a default
-  bool is_fixed = false;   // may not differ from the checkpoint that is resumed
-};
-
-/// One place of the stack and the plugin in it. `path` is empty for what is built in (the checkpoint writer "sync").
+/// One place of the stack and the plugin in it. `path` is empty for what is built in (the checkpoint writer
+/// "sync").
 struct PlanPlugin {
-  std::string slot;     // "algorithm", "transform", "sharding", "checkpoint"
+  std::string slot;  // "algorithm", "transform", "sharding", "checkpoint"
   std::string name, version, sha256;
   std::filesystem::path path;
   std::vector<std::string> provides;
 };
 
 struct Plan {
-  std::filesystem::path recipe;             // the recipe's own path, absolute
-  std::map<std::string, PlanValue> values;  // by full key: "training.batch_size", "plugin.fp8.gather"
-  std::map<std::string, Value> facts;       // "fact.world_size", "model.hidden_size": what is known here
-  std::vector<PlanPlugin> stack;            // algorithm, transforms in order, sharding, checkpoint
-  std::vector<std::string> undecided;       // "fp8/device: needs fact.device.sm"
+  std::filesystem::path recipe;        // the recipe's own path, absolute
+  PlanValues values;                   // by full key: "training.batch_size", "plugin.fp8.gather"
+  std::map<std::string, Value> facts;  // "fact.world_size", "model.hidden_size": what is known here
+  std::vector<PlanPlugin> stack;       // algorithm, transforms in order, sharding, checkpoint
+  std::vector<std::string> undecided;  // "fp8/device: needs fact.device.sm"
   Diagnostics warnings;
-  std::vector<std::string> unsafe_paths;    // folders accepted by --allow-unsafe-path
+  std::vector<std::string> unsafe_paths;  // folders accepted by --allow-unsafe-path
 
-  /// The option's value. bool, int64_t (also bytes), double (also duration), std::string (also choice), std::filesystem::path (absolute;
-  /// empty when not given) or a vector of int64_t, double, std::string. A key that no manifest declares is an internal error.
+  /// The option's value. bool, int64_t (also bytes), double (also duration), std::string (also choice),
+  /// std::filesystem::path (absolute; empty when not given) or a vector of int64_t, double, std::string. A
+  /// key that no manifest declares is an internal error.
   template <class T>
   [[nodiscard]] T get(std::string_view key) const {
     return value_as<T>(at(key).value, key);
@@ -50,7 +44,8 @@ struct Plan {
   [[nodiscard]] const PlanValue& at(std::string_view key) const;
   [[nodiscard]] bool has(std::string_view key) const { return values.find(std::string(key)) != values.end(); }
 
-  /// The resolved recipe as TOML: every value, so that this text alone repeats the run. Paths are absolute. Origins are comments.
+  /// The resolved recipe as TOML: every value, so that this text alone repeats the run. Paths are absolute.
+  /// Origins are comments.
   [[nodiscard]] std::string recipe_text() const;
 };
 

@@ -75,7 +75,8 @@ std::string toml_quoted(std::string_view text) {
       out += "\\t";
     } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
       std::array<char, 8> code{};
-      std::snprintf(code.data(), code.size(), "\\u%04x", static_cast<unsigned>(static_cast<unsigned char>(c)));
+      std::snprintf(code.data(), code.size(), "\\u%04x",
+                    static_cast<unsigned>(static_cast<unsigned char>(c)));
       out += code.data();
     } else {
       out += c;

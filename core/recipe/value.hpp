@@ -1,5 +1,5 @@
-// core/recipe: text in, typed values out. Manifests (host.toml is one of them) say which options exist; a recipe and --set give them values;
-// rules judge the result. No LibTorch, no library is opened.
+// core/recipe: text in, typed values out. Manifests (host.toml is one of them) say which options exist; a
+// recipe and --set give them values; rules judge the result. No LibTorch, no library is opened.
 //
 // value.hpp: the values themselves, their types and how they are written.
 #pragma once
@@ -18,9 +18,11 @@ namespace sf {
 /// What an option may hold. choice, path: a string. duration: seconds as a double. bytes: an integer.
 enum class Type { boolean, integer, real, string, choice, path, duration, bytes, ints, floats, strings };
 
-using Value = std::variant<bool, std::int64_t, double, std::string, std::vector<std::int64_t>, std::vector<double>, std::vector<std::string>>;
+using Value = std::variant<bool, std::int64_t, double, std::string, std::vector<std::int64_t>,
+                           std::vector<double>, std::vector<std::string>>;
 
-/// "bool", "int", "float", "string", "choice", "path", "duration", "bytes", "ints", "floats", "strings": as manifests write it.
+/// "bool", "int", "float", "string", "choice", "path", "duration", "bytes", "ints", "floats", "strings": as
+/// manifests write it.
 [[nodiscard]] const char* type_name(Type type);
 [[nodiscard]] bool parse_type(std::string_view name, Type& type);
 
@@ -32,7 +34,7 @@ using Value = std::variant<bool, std::int64_t, double, std::string, std::vector<
 [[nodiscard]] std::string display_text(const Value& value, Type type);
 
 /// Numbers of a value, for comparisons: a number or each number of a list. False for other kinds.
-[[nodiscard]] bool numbers_of(const Value& value, std::vector<double>& numbers);
+bool numbers_of(const Value& value, std::vector<double>& numbers);
 
 template <class T>
 [[nodiscard]] T value_as(const Value& value, std::string_view key) {

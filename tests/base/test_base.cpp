@@ -90,7 +90,10 @@ TEST_CASE("diagnostics: all problems are shown with place, note, why and fix, in
                   .message = "unknown option \"gahter\" in [plugin.fp8]",
                   .place = {"qwen3.toml", 14, 1},
                   .note = "did you mean \"gather\"?"});
-  problems.warn({.id = "K1", .message = "shapes change", .why = "each is captured again", .fix = "training.static_shapes = true"});
+  problems.warn({.id = "K1",
+                 .message = "shapes change",
+                 .why = "each is captured again",
+                 .fix = "training.static_shapes = true"});
   CHECK(problems.text() ==
         "error[recipe/unknown-key] qwen3.toml:14:1: unknown option \"gahter\" in [plugin.fp8]\n"
         "  did you mean \"gather\"?\n"
@@ -109,7 +112,9 @@ TEST_CASE("diagnostics: all problems are shown with place, note, why and fix, in
 
 TEST_CASE("log: a redirected log gets finished lines at or above the level") {
   std::vector<std::string> lines;
-  redirect_log([&](Level level, std::string_view line) { lines.push_back(to_text(static_cast<std::int64_t>(level)) + " " + std::string(line)); });
+  redirect_log([&](Level level, std::string_view line) {
+    lines.push_back(to_text(static_cast<std::int64_t>(level)) + " " + std::string(line));
+  });
   log_info("step {}", 12);
   log_debug("not shown");
   set_log_level(Level::kDebug);

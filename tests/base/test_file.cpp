@@ -23,7 +23,8 @@ struct TemporaryFolder {
 
 TEST_CASE("sha256: the examples of FIPS 180-4 and every length around a block") {
   CHECK(sha256(std::string_view("")) == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-  CHECK(sha256(std::string_view("abc")) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  CHECK(sha256(std::string_view("abc")) ==
+        "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   CHECK(sha256(std::string_view("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")) ==
         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
   std::string million(1000000, 'a');
@@ -52,7 +53,8 @@ TEST_CASE("file: a failed atomic write keeps the old file, removes its own and s
   fs::create_directory(folder.path / "taken");
   fs::create_directory(folder.path / "taken" / "x");
   try {
-    atomic_write(folder.path / "taken", "text", ExitCode::kCheckpoint);  // a folder that is not empty can't be replaced
+    atomic_write(folder.path / "taken", "text",
+                 ExitCode::kCheckpoint);  // a folder that is not empty can't be replaced
     FAIL("wrote over a folder");
   } catch (const Error& error) {
     CHECK(error.code() == ExitCode::kCheckpoint);

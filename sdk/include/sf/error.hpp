@@ -1,4 +1,5 @@
-// sf/error.hpp: how a failure of the world (disk, device, bad file) travels. Thrown by host and plugins alike.
+// sf/error.hpp: how a failure of the world (disk, device, bad file) travels. Thrown by host and plugins
+// alike.
 #pragma once
 
 #include <stdexcept>
@@ -7,7 +8,8 @@
 
 namespace sf {
 
-/// What a process ends with, and so what kind of failure an Error is. On the command line: never reuse a number.
+/// What a process ends with, and so what kind of failure an Error is. On the command line: never reuse a
+/// number.
 enum class ExitCode : int {
   kOk = 0,
   kInternal = 1,       // a mistake in this program or in a plugin

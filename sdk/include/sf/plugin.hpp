@@ -2,14 +2,15 @@
 //
 //   class Fp8 final : public sf::Transform {
 //    public:
-//     Fp8(const sf::Host& host, const sf::Options& options);   // may throw; may not touch a device or start threads
-//     void start();                                             // optional
-//     void stop();                                              // optional; may be called after a failed start
-//     const void* get_interface(std::string_view id);           // null when not offered
+//     Fp8(const sf::Host& host, const sf::Options& options);   // may throw; may not touch a device or start
+//     threads void start();                                             // optional void stop(); // optional;
+//     may be called after a failed start const void* get_interface(std::string_view id);           // null
+//     when not offered
 //   };
 //   SF_PLUGIN(Fp8, SF_KIND_TRANSFORM, SF_TIER_TORCH_CXX)
 //
-// Host and Options may be copied and kept until the object is destroyed. sf_add_plugin (CMake) embeds the manifest.
+// Host and Options may be copied and kept until the object is destroyed. sf_add_plugin (CMake) embeds the
+// manifest.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +38,8 @@ class Host {
   explicit Host(const sf_host* host) : host_(host) {}
 
   /// [any] One line: lower case, no final period, units, names in quotes.
-  void log(Level level, const std::string& text, std::source_location where = std::source_location::current()) const {
+  void log(Level level, const std::string& text,
+           std::source_location where = std::source_location::current()) const {
     host_->log(host_->ctx, nullptr, static_cast<std::int32_t>(level), where.file_name(),
                static_cast<std::int32_t>(where.line()), text.c_str());
   }
@@ -60,7 +62,8 @@ class Host {
     status.struct_size = sizeof(sf_status);
     const void* service = host_->get_service(host_->ctx, id, &status);
     if (service == nullptr) {
-      throw Error(ExitCode::kPlugin, std::string("the host does not offer ") + id + ": " + status.what, status.hint);
+      throw Error(ExitCode::kPlugin, std::string("the host does not offer ") + id + ": " + status.what,
+                  status.hint);
     }
     return *static_cast<T*>(const_cast<void*>(service));
   }
@@ -69,8 +72,9 @@ class Host {
   const sf_host* host_;
 };
 
-/// The plugin's resolved options, all valid. get<T> takes bool, int64_t, double, std::string, or a std::vector of the last three,
-/// and claims the option. A name or type that the manifest lacks throws: that is a mistake in the plugin.
+/// The plugin's resolved options, all valid. get<T> takes bool, int64_t, double, std::string, or a
+/// std::vector of the last three, and claims the option. A name or type that the manifest lacks throws: that
+/// is a mistake in the plugin.
 class Options {
  public:
   explicit Options(const sf_options* options) : options_(options) {}
@@ -161,7 +165,8 @@ void copy_text(char (&to)[N], std::string_view text) {
   to[length] = 0;
 }
 
-inline void set_status(sf_status* status, std::int32_t code, std::string_view what, std::string_view hint = "") {
+inline void set_status(sf_status* status, std::int32_t code, std::string_view what,
+                       std::string_view hint = "") {
   if (status != nullptr) {
     status->code = code;
     copy_text(status->what, what);
@@ -172,15 +177,24 @@ inline void set_status(sf_status* status, std::int32_t code, std::string_view wh
 /// The status code that fits an exit code, and back.
 inline std::int32_t status_code(ExitCode code) {
   switch (code) {
-    case ExitCode::kOk: return SF_OK;
-    case ExitCode::kUsage: return SF_INVALID_ARGUMENT;
-    case ExitCode::kPlugin: return SF_UNSUPPORTED;
-    case ExitCode::kData: return SF_IO;
-    case ExitCode::kCheckpoint: return SF_IO;
-    case ExitCode::kDevice: return SF_OUT_OF_MEMORY;
-    case ExitCode::kCommunication: return SF_COMMUNICATION;
-    case ExitCode::kInterrupted: return SF_CANCELLED;
-    case ExitCode::kInternal: return SF_INTERNAL;
+    case ExitCode::kOk:
+      return SF_OK;
+    case ExitCode::kUsage:
+      return SF_INVALID_ARGUMENT;
+    case ExitCode::kPlugin:
+      return SF_UNSUPPORTED;
+    case ExitCode::kData:
+      return SF_IO;
+    case ExitCode::kCheckpoint:
+      return SF_IO;
+    case ExitCode::kDevice:
+      return SF_OUT_OF_MEMORY;
+    case ExitCode::kCommunication:
+      return SF_COMMUNICATION;
+    case ExitCode::kInterrupted:
+      return SF_CANCELLED;
+    case ExitCode::kInternal:
+      return SF_INTERNAL;
   }
   return SF_INTERNAL;
 }
@@ -214,21 +228,22 @@ template <class T>
 struct PluginCalls {
   static T& self(sf_instance* instance) { return *reinterpret_cast<T*>(instance); }
 
-  static std::int32_t create(const sf_host* host, const sf_options* options, sf_instance** out, sf_status* status) {
+  static std::int32_t create(const sf_host* host, const sf_options* options, sf_instance** out,
+                             sf_status* status) {
     return guard(status, [&] {
       *out = reinterpret_cast<sf_instance*>(std::make_unique<T>(Host(host), Options(options)).release());
     });
   }
   static std::int32_t start(sf_instance* instance, sf_status* status) {
     return guard(status, [&] {
-      if constexpr (requires(T& t) { t.start(); }) {
+      if constexpr (requires(T & t) { t.start(); }) {
         self(instance).start();
       }
     });
   }
   static std::int32_t stop(sf_instance* instance, sf_status* status) {
     return guard(status, [&] {
-      if constexpr (requires(T& t) { t.stop(); }) {
+      if constexpr (requires(T & t) { t.stop(); }) {
         self(instance).stop();
       }
     });
@@ -344,16 +359,18 @@ constexpr BuildNote make_build_note(std::uint32_t kind, std::uint16_t tier) {
 
 }  // namespace sf
 
-/// Writes the build note, the descriptor and the entry of a plugin. Once per plugin, at file scope, in a C++ file.
-#define SF_PLUGIN(Class, KIND, TIER)                                                                        \
-  extern "C" {                                                                                              \
-  __attribute__((section(".note.sf_build"), used, aligned(4))) constinit const ::sf::BuildNote sf_build_note = \
-      ::sf::make_build_note(KIND, TIER);                                                                    \
-  SF_EXPORT const sf_plugin* sf_plugin_entry_v1(void) {                                                     \
-    using Calls = ::sf::PluginCalls<Class>;                                                                 \
-    static constexpr sf_plugin kPlugin = {sizeof(sf_plugin), &sf_build_note.build, &Calls::create,          \
-                                          &Calls::start,     &Calls::stop,         &Calls::destroy,         \
-                                          &Calls::get_interface};                                           \
-    return &kPlugin;                                                                                        \
-  }                                                                                                         \
+/// Writes the build note, the descriptor and the entry of a plugin. Once per plugin, at file scope, in a C++
+/// file.
+#define SF_PLUGIN(Class, KIND, TIER)                                                                   \
+  extern "C" {                                                                                         \
+  __attribute__((section(".note.sf_build"), used,                                                      \
+                 aligned(4))) constinit const ::sf::BuildNote sf_build_note =                          \
+      ::sf::make_build_note(KIND, TIER);                                                               \
+  SF_EXPORT const sf_plugin* sf_plugin_entry_v1(void) {                                                \
+    using Calls = ::sf::PluginCalls<Class>;                                                            \
+    static constexpr sf_plugin kPlugin = {sizeof(sf_plugin),    &sf_build_note.build, &Calls::create,  \
+                                          &Calls::start,        &Calls::stop,         &Calls::destroy, \
+                                          &Calls::get_interface};                                      \
+    return &kPlugin;                                                                                   \
+  }                                                                                                    \
   }

@@ -8,7 +8,8 @@ namespace {
 class FakeOk {
  public:
   FakeOk(const sf::Host& host, const sf::Options& options) : host_(host) {
-    calls_ = "create(" + std::to_string(options.get<int64_t>("threads")) + ", " + options.get<std::string>("label") + ")";
+    calls_ = "create(" + std::to_string(options.get<int64_t>("threads")) + ", " +
+             options.get<std::string>("label") + ")";
     host_.log(sf::Level::kDebug, "created with label '" + options.get<std::string>("label") + "'");
   }
   void start() { calls_ += " start"; }
@@ -16,7 +17,9 @@ class FakeOk {
     calls_ += " stop";
     host_.log(sf::Level::kDebug, calls_);
   }
-  const void* get_interface(std::string_view id) { return id == "sf.checkpoint-writer/1" ? calls_.c_str() : nullptr; }
+  const void* get_interface(std::string_view id) {
+    return id == "sf.checkpoint-writer/1" ? calls_.c_str() : nullptr;
+  }
 
  private:
   sf::Host host_;

@@ -1,0 +1,55 @@
+// core/plugin/backend_options.hpp: the options that one plugin receives: resolved, typed, valid, each with a
+// claim (it was read) and an effect count. Built once from the plan. An option that the user set and nobody
+// read, or that had no effect, ends the run.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/base/diagnostics.hpp"
+#include "core/recipe/manifest.hpp"
+#include "core/recipe/schema.hpp"
+#include "sf/plugin.h"
+
+namespace sf {
+
+class BackendOptions {
+ public:
+  /// `values` has every option of the manifest.
+  BackendOptions(const Manifest& manifest, const PlanValues& values);
+  BackendOptions(const BackendOptions&) = delete;
+  BackendOptions& operator=(const BackendOptions&) = delete;
+
+  /// For the plugin; valid as long as this object.
+  [[nodiscard]] const sf_options* table() const { return &table_; }
+
+  /// plugin/option-unclaimed for each option that was set and never read; plugin/option-no-effect for each
+  /// that was set and for which only zeros were reported.
+  void check(Diagnostics& problems) const;
+
+  [[nodiscard]] bool is_claimed(const std::string& name) const;
+  /// -1: nothing was reported.
+  [[nodiscard]] std::int64_t effect(const std::string& name) const;
+
+ private:
+  struct Entry {
+    std::string key;
+    PlanValue value;
+    bool is_claimed = false;
+    std::int64_t effect = -1;
+    std::vector<const char*> texts;  // what `list` points to
+    sf_list list{};
+  };
+
+  template <class T>
+  static const T* claim(void* self, const char* name);
+
+  std::string plugin_;
+  std::map<std::string, Entry> entries_;  // by the manifest's name
+  sf_options table_{};
+};
+
+}  // namespace sf

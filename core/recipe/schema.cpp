@@ -1,0 +1,178 @@
+#include "core/recipe/schema.hpp"
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+#include <utility>
+
+#include "core/base/text.hpp"
+
+namespace sf {
+namespace {
+
+std::string section_of(std::string_view key) {
+  std::size_t dot = key.rfind('.');
+  return dot == std::string_view::npos ? "" : std::string(key.substr(0, dot));
+}
+
+std::string in_section(const std::string& key) {
+  std::string section = section_of(key);
+  std::string name = key.substr(section.empty() ? 0 : section.size() + 1);
+  return section.empty() ? format("\"{}\"", name) : format("\"{}\" in [{}]", name, section);
+}
+
+void make_absolute(Value& value, const std::filesystem::path& folder) {
+  auto& text = std::get<std::string>(value);
+  if (!text.empty()) {
+    text = (folder / text).lexically_normal().string();
+    if (text.size() > 1 && text.ends_with('/')) {
+      text.pop_back();
+    }
+  }
+}
+
+}  // namespace
+
+void Schema::add(const Manifest& manifest, Diagnostics& problems) {
+  for (const Option& option : manifest.options) {
+    if (const Option* other = find(option.key)) {
+      problems.error({.id = "plugin/option-clash",
+                      .message = format("\"{}\" and \"{}\" both declare option {}", other->owner,
+                                        option.owner, option.key),
+                      .fix = "one of the two has to rename its option; use only one of them until then"});
+      continue;
+    }
+    options_.push_back(option);
+  }
+  moved_.insert(moved_.end(), manifest.moved.begin(), manifest.moved.end());
+}
+
+const Option* Schema::find(std::string_view key) const {
+  auto found =
+      std::find_if(options_.begin(), options_.end(), [&](const Option& option) { return option.key == key; });
+  return found == options_.end() ? nullptr : &*found;
+}
+
+void Schema::report_unknown(const std::string& key, const RawValue& raw,
+                            const std::vector<Manifest>& installed, Diagnostics& problems) const {
+  for (const MovedKey& moved : moved_) {
+    if (moved.from == key) {
+      problems.error({.id = "recipe/moved-key",
+                      .message = format("{} is called {} here", key, moved.to),
+                      .place = raw.place,
+                      .fix = moved.fix.empty() ? format("write {} instead", moved.to) : moved.fix});
+      return;
+    }
+  }
+  for (const Manifest& manifest : installed) {
+    bool has = std::any_of(manifest.options.begin(), manifest.options.end(),
+                           [&](const Option& option) { return option.key == key; });
+    if (has || key.starts_with("plugin." + manifest.name + ".")) {
+      bool is_used = std::any_of(options_.begin(), options_.end(),
+                                 [&](const Option& option) { return option.owner == manifest.name; });
+      if (!is_used) {
+        problems.error(
+            {.id = "recipe/unknown-key",
+             .message = format("option {} belongs to plugin \"{}\", which is not in this run's stack",
+                               in_section(key), manifest.name),
+             .place = raw.place,
+             .fix = format("add the {} to the stack, or remove the key", manifest.kind)});
+        return;
+      }
+    }
+  }
+  std::vector<std::string> names;
+  std::string section = section_of(key);
+  for (const Option& option : options_) {
+    if (section_of(option.key) == section) {
+      names.push_back(option.key.substr(section.empty() ? 0 : section.size() + 1));
+    }
+  }
+  std::string name = key.substr(section.empty() ? 0 : section.size() + 1);
+  std::string near = did_you_mean(name, names);
+  if (near.empty()) {  // right name, wrong section?
+    for (const Option& option : options_) {
+      if (option.key.substr(section_of(option.key).empty() ? 0 : section_of(option.key).size() + 1) == name) {
+        near = option.key;
+      }
+    }
+  }
+  problems.error({.id = "recipe/unknown-key",
+                  .message = format("unknown option {}", in_section(key)),
+                  .place = raw.place,
+                  .note = near.empty() ? "" : format("did you mean \"{}\"?", near)});
+}
+
+PlanValues Schema::resolve(const RawValues& raw, const std::vector<Manifest>& installed, bool is_partial,
+                           Diagnostics& problems) const {
+  PlanValues out;
+  std::set<std::string> used;
+  for (const Option& option : options_) {
+    PlanValue value{.value = option.default_value.value_or(Value(std::string())),
+                    .type = option.type,
+                    .owner = option.owner,
+                    .is_fixed = option.is_fixed};
+    value.origin =
+        option.owner == "host" ? "default" : format("default ({} {})", option.owner, option.owner_version);
+    std::filesystem::path folder = std::filesystem::current_path();
+    auto found = raw.find(option.key);
+    if (found == raw.end() && !option.renamed_from.empty()) {
+      found = raw.find(option.renamed_from);
+      if (found != raw.end()) {
+        problems.warn({.id = "recipe/renamed-key",
+                       .message = format("{} is now called {}", option.renamed_from, option.key),
+                       .place = found->second.place,
+                       .fix = format("write {}", option.key)});
+        used.insert(option.renamed_from);
+      }
+    }
+    if (found != raw.end()) {
+      used.insert(option.key);
+      const RawValue& given = found->second;
+      value.place = given.place;
+      Reading reading = read_value(given.node, option);
+      if (!reading.value) {
+        problems.error({.id = reading.id,
+                        .message = format("{} {}", option.key, reading.message),
+                        .place = given.place,
+                        .note = reading.note,
+                        .fix = option.help.empty() ? "" : format("{}: {}", option.key, option.help)});
+        continue;
+      }
+      value.value = *reading.value;
+      value.origin = given.origin;
+      value.is_set = true;
+      folder = given.folder;
+      if (!option.deprecated.empty()) {
+        problems.warn({.id = "recipe/deprecated",
+                       .message = format("{} is deprecated: {}", option.key, option.deprecated),
+                       .place = given.place});
+      }
+    } else if (!option.default_value) {
+      problems.error({.id = "recipe/missing",
+                      .message = format("{} is not given, and it has no default", option.key),
+                      .fix = format("{}: {}", option.key, option.help)});
+      continue;
+    }
+    if (option.type == Type::path) {
+      make_absolute(value.value, folder);
+    }
+    out[option.key] = std::move(value);
+  }
+  std::vector<std::pair<std::string, const RawValue*>> unknown;
+  for (const auto& [key, value] : raw) {
+    bool is_moved = std::any_of(moved_.begin(), moved_.end(),
+                                [&, &k = key](const MovedKey& moved) { return moved.from == k; });
+    if (used.count(key) == 0 && (!is_partial || is_moved)) {
+      unknown.emplace_back(key, &value);
+    }
+  }
+  std::stable_sort(unknown.begin(), unknown.end(),
+                   [](const auto& a, const auto& b) { return a.second->place.line < b.second->place.line; });
+  for (const auto& [key, value] : unknown) {
+    report_unknown(key, *value, installed, problems);
+  }
+  return out;
+}
+
+}  // namespace sf
