@@ -35,6 +35,9 @@ std::string to_text(double value) {
   if (!std::isfinite(value)) {
     return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
   }
+  if (value == std::trunc(value) && std::abs(value) < 1e15) {
+    return std::to_string(static_cast<std::int64_t>(value));
+  }
   std::array<char, 32> buffer{};
   auto result = std::to_chars(buffer.data(), buffer.data() + buffer.size(), value);
   return {buffer.data(), result.ptr};

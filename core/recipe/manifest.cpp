@@ -145,6 +145,9 @@ bool convert(const TomlNode& node, Type type, Value& value) {
 
 std::string range_text(const Option& option) {
   std::string unit = option.unit.empty() ? "" : " " + option.unit;
+  if (option.low && option.high && !option.low_open && !option.high_open) {
+    return format("{} to {}{}", *option.low, *option.high, unit);
+  }
   if (option.low && option.high) {
     return format("{} {} and {} {}{}", option.low_open ? "above" : "at least", *option.low,
                   option.high_open ? "below" : "at most", *option.high, unit);

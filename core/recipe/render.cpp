@@ -9,25 +9,13 @@ namespace sf {
 namespace {
 
 std::string range_words(const Option& option) {
-  if (!option.low && !option.high) {
-    return "";
-  }
   if (option.low && option.high) {
-    return format("{} to {}",
-                  display_text(Value(*option.low), Type::real).ends_with(".0")
-                      ? to_text(static_cast<std::int64_t>(*option.low))
-                      : to_text(*option.low),
-                  *option.high == static_cast<double>(static_cast<std::int64_t>(*option.high))
-                      ? to_text(static_cast<std::int64_t>(*option.high))
-                      : to_text(*option.high));
+    return format("{} to {}", *option.low, *option.high);
   }
-  double bound = option.low ? *option.low : *option.high;
-  std::string number = bound == static_cast<double>(static_cast<std::int64_t>(bound))
-                           ? to_text(static_cast<std::int64_t>(bound))
-                           : to_text(bound);
-  const char* words = option.low ? (option.low_open ? "more than" : "at least")
-                                 : (option.high_open ? "less than" : "at most");
-  return format("{} {}", words, number);
+  if (option.low) {
+    return format("{} {}", option.low_open ? "more than" : "at least", *option.low);
+  }
+  return option.high ? format("{} {}", option.high_open ? "less than" : "at most", *option.high) : "";
 }
 
 std::string default_words(const Option& option) {

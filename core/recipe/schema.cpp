@@ -21,6 +21,20 @@ std::string in_section(const std::string& key) {
   return section.empty() ? format("\"{}\"", name) : format("\"{}\" in [{}]", name, section);
 }
 
+// Is the key surely not one of a plugin that could not be had: a moved one, a near miss, or in a section that plugins add nothing to?
+bool is_mistyped(const std::string& key, const std::vector<Option>& options, const std::vector<MovedKey>& moved) {
+  std::string section = section_of(key);
+  std::vector<std::string> neighbours;
+  for (const Option& option : options) {
+    if (section_of(option.key) == section) {
+      neighbours.push_back(option.key.substr(section.size()));
+    }
+  }
+  bool is_moved = std::any_of(moved.begin(), moved.end(), [&](const MovedKey& one) { return one.from == key; });
+  bool is_hosts = section.empty() || section == "model" || section == "data" || section == "backend";
+  return is_moved || is_hosts || (section != "algorithm" && !did_you_mean(key.substr(section.size()), neighbours).empty());
+}
+
 void make_absolute(Value& value, const std::filesystem::path& folder) {
   auto& text = std::get<std::string>(value);
   if (!text.empty()) {
@@ -161,9 +175,8 @@ PlanValues Schema::resolve(const RawValues& raw, const std::vector<Manifest>& in
   }
   std::vector<std::pair<std::string, const RawValue*>> unknown;
   for (const auto& [key, value] : raw) {
-    bool is_moved = std::any_of(moved_.begin(), moved_.end(),
-                                [&, &k = key](const MovedKey& moved) { return moved.from == k; });
-    if (used.count(key) == 0 && (!is_partial || is_moved)) {
+    bool may_be_a_plugins = is_partial && !is_mistyped(key, options_, moved_);
+    if (used.count(key) == 0 && !may_be_a_plugins) {
       unknown.emplace_back(key, &value);
     }
   }

@@ -37,7 +37,7 @@ class Schema {
   /// Checks and types all raw values, fills in defaults, makes paths absolute. Problems: recipe/unknown-key
   /// (with a suggestion, or the plugin of `installed` that has the key), recipe/moved-key, recipe/missing,
   /// recipe/deprecated (a warning), and those of read_value. `is_partial`: a manifest could not be had, so
-  /// unknown keys are not reported.
+  /// unknown keys that may be that plugin's are not reported.
   [[nodiscard]] PlanValues resolve(const RawValues& raw, const std::vector<Manifest>& installed,
                                    bool is_partial, Diagnostics& problems) const;
 

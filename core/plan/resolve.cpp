@@ -1,0 +1,148 @@
+#include "core/plan/resolve.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "core/base/file.hpp"
+#include "core/base/text.hpp"
+#include "core/recipe/recipe_reader.hpp"
+#include "core/recipe/rules.hpp"
+
+namespace sf {
+namespace {
+
+namespace fs = std::filesystem;
+
+// device = "auto" becomes what was taken, with the reason as origin.
+void choose_device(const Machine& machine, bool will_run, PlanValues& values, Diagnostics& problems) {
+  auto found = values.find("device");
+  if (found == values.end()) {
+    return;
+  }
+  PlanValue& device = found->second;
+  const auto wanted = std::get<std::string>(device.value);
+  if (wanted == "auto") {
+    device.value = std::string(machine.gpus > 0 ? "cuda" : "cpu");
+    device.origin = machine.gpus > 0 ? format("auto: this machine has {} GPU{}", machine.gpus,
+                                              machine.gpus == 1 ? "" : "s")
+                                     : "auto: no GPU on this machine";
+  } else if (wanted == "cuda" && machine.gpus == 0) {
+    Diagnostic diagnostic{
+        .id = "device/no-gpu",
+        .message = "device = \"cuda\", but this machine has no NVIDIA GPU (there is no /dev/nvidia0)",
+        .place = device.place,
+        .fix = "run it on a machine with a GPU, or device = \"auto\""};
+    if (will_run) {
+      problems.error(diagnostic);
+    } else {
+      problems.warn(diagnostic);
+    }
+  }
+}
+
+std::vector<PlanPlugin> describe_stack(const Stack& stack) {
+  std::vector<PlanPlugin> out;
+  for (const StackMember& member : stack.members) {
+    PlanPlugin plugin{
+        .slot = member.slot, .name = member.name, .version = {}, .sha256 = {}, .path = {}, .provides = {}};
+    if (member.file != nullptr) {
+      plugin.version = member.file->manifest->version;
+      plugin.sha256 = sha256_file(member.file->path, ExitCode::kPlugin);
+      plugin.path = member.file->path;
+      plugin.provides = member.file->manifest->provides;
+    } else {
+      plugin.version = SF_SDK_VERSION;
+    }
+    out.push_back(std::move(plugin));
+  }
+  return out;
+}
+
+}  // namespace
+
+ExitCode exit_code_of(const Diagnostics& problems) {
+  bool plugin = false;
+  bool data = false;
+  bool device = false;
+  for (const Diagnostic& diagnostic : problems.all()) {
+    if (diagnostic.severity != Severity::error) {
+      continue;
+    }
+    if (diagnostic.id.starts_with("plugin/")) {
+      plugin = true;
+    } else if (diagnostic.id.starts_with("model/") || diagnostic.id.starts_with("data/")) {
+      data = true;
+    } else if (diagnostic.id.starts_with("device/")) {
+      device = true;
+    } else {
+      return ExitCode::kUsage;
+    }
+  }
+  return plugin ? ExitCode::kPlugin : data ? ExitCode::kData : device ? ExitCode::kDevice : ExitCode::kOk;
+}
+
+Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
+                   const Diagnostics& catalog_problems) {
+  Resolution out;
+  Diagnostics& problems = out.problems;
+  problems.add_all(catalog_problems);
+
+  RawValues raw = read_recipe(request.recipe, problems);
+  if (problems.contains("recipe/not-readable") || problems.contains("recipe/syntax") ||
+      problems.contains("recipe/include-cycle")) {
+    out.code = exit_code_of(problems);
+    return out;  // what follows would be noise
+  }
+  apply_overrides(request.overrides, raw, problems);
+  if (!request.backend.empty()) {
+    apply_backend_flag(request.backend, catalog, raw, problems);
+  }
+  out.stack = pick_stack(raw, catalog, problems);
+  std::vector<Manifest> manifests = out.stack.manifests();
+
+  Schema schema;
+  schema.add(host_manifest(), problems);
+  for (const Manifest& manifest : manifests) {
+    schema.add(manifest, problems);
+  }
+  Plan plan;
+  plan.values = schema.resolve(raw, catalog.manifests(), !out.stack.is_complete, problems);
+
+  Machine machine = request.machine.value_or(this_machine());
+  choose_device(machine, request.will_run, plan.values, problems);
+  auto device = plan.values.find("device");
+  plan.facts = machine_facts(
+      machine, device != plan.values.end() ? std::get<std::string>(device->second.value) : "cpu",
+      request.torch_variant);
+  if (auto target = plan.values.find("model.target_model_path"); target != plan.values.end()) {
+    plan.facts.merge(
+        model_facts(std::get<std::string>(target->second.value), target->second.place, problems));
+  }
+
+  std::set<std::string> provided = out.stack.provided();
+  std::set<std::string> names = out.stack.names();
+  RuleInput input{plan.values, plan.facts, provided, names};
+  bool values_are_whole = std::all_of(schema.options().begin(), schema.options().end(),
+                                      [&](const Option& option) { return plan.has(option.key); });
+  if (values_are_whole) {  // with a value missing its rules would speak about what isn't there
+    check_rules(host_manifest().rules, input, problems, plan.undecided);
+    for (const Manifest& manifest : manifests) {
+      check_rules(manifest.rules, input, problems, plan.undecided);
+    }
+  }
+  check_capabilities(manifests, problems);
+
+  out.code = exit_code_of(problems);
+  if (problems.has_errors()) {
+    return out;
+  }
+  plan.recipe = fs::absolute(request.recipe).lexically_normal();
+  plan.stack = describe_stack(out.stack);
+  plan.warnings = problems;
+  plan.unsafe_paths = request.unsafe_paths;
+  out.plan = std::move(plan);
+  return out;
+}
+
+}  // namespace sf

@@ -1,0 +1,37 @@
+// sf-host train: the plan, then the engine's loop.
+#include <cstdio>
+
+#include "core/plan/print.hpp"
+#include "tools/sf-host/run_session.hpp"
+
+namespace sf {
+
+ExitCode run_train(const Command& command) {
+  RunSession session(command);
+  if (!session.plan(true)) {
+    return session.code();
+  }
+  if (!command.resume.empty() && !command.init_from.empty()) {
+    throw Error(ExitCode::kUsage, "--resume and --init-from exclude each other",
+                "--resume goes on with a run; --init-from starts a new one from weights alone");
+  }
+  if (!command.json) {
+    std::fputs(plan_summary(session.resolved()).c_str(), stdout);
+    std::fflush(stdout);
+  }
+  if (!session.open(true)) {
+    return session.code();
+  }
+  Json summary =
+      session.engine().train(session.context(), {.resume = command.resume, .init_from = command.init_from});
+  if (command.json) {
+    std::puts(summary.dump(2).c_str());
+  }
+  const Json* interrupted = summary.find("interrupted");
+  bool is_interrupted = interrupted != nullptr && interrupted->is_bool() && interrupted->as_bool();
+  bool fine = session.check_effects();
+  session.close();
+  return !fine ? session.code() : is_interrupted ? ExitCode::kInterrupted : ExitCode::kOk;
+}
+
+}  // namespace sf

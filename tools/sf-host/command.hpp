@@ -1,0 +1,45 @@
+// tools/sf-host: the program. main.cpp parses the few flags, cmd_*.cpp are the verbs, run_session opens what
+// a verb needs. No LibTorch is linked: libsf_engine.so is opened by the verbs that need tensors.
+//
+// command.hpp: what was typed.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/base/error.hpp"
+
+namespace sf {
+
+struct Command {
+  std::string verb;
+  std::vector<std::string> positional;  // recipe, or a plugin's name
+  std::vector<std::string> overrides;   // --set
+  std::string backend;
+  std::vector<std::string> plugins;       // --plugin name=/file.so
+  std::vector<std::string> plugin_paths;  // --plugin-path
+  std::vector<std::string> unsafe_paths;  // --allow-unsafe-path
+  std::string resume, init_from;          // train
+  std::string checkpoint, features;       // eval, export
+  std::string output;                     // export
+  std::string split = "all";              // capture
+  bool json = false;
+  bool markdown = false;  // schema
+  int verbosity = 0;      // -v debug, -vv trace
+};
+
+/// True after SIGINT or SIGTERM.
+[[nodiscard]] bool is_stop_requested();
+
+// The verbs. Each prints its result to stdout and returns what the process ends with; failures of the world
+// are thrown as Error.
+ExitCode run_train(const Command& command);
+ExitCode run_plan(const Command& command);
+ExitCode run_plugins(const Command& command);
+ExitCode run_capture(const Command& command);
+ExitCode run_eval(const Command& command);
+ExitCode run_export(const Command& command);
+ExitCode run_schema(const Command& command);
+ExitCode run_doctor(const Command& command);
+
+}  // namespace sf

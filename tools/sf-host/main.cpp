@@ -1,0 +1,257 @@
+// sf-host: parses the few flags (Boost.Program_options knows nothing of options; --set goes through the
+// recipe's own reader), runs a verb, turns what is thrown into a message and an exit code, and leaves by
+// _exit: libraries of plugins are never unloaded.
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <iostream>
+#include <new>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/base/log.hpp"
+#include "core/base/text.hpp"
+#include "core/recipe/render.hpp"
+#include "sf/json.hpp"
+#include "sf/plugin.h"
+#include "tools/sf-host/command.hpp"
+
+#include <signal.h>
+#include <unistd.h>
+#include <boost/program_options.hpp>
+
+namespace sf {
+namespace {
+
+namespace po = boost::program_options;
+
+std::atomic<int> stop_signals = 0;
+
+void on_signal(int) {
+  if (stop_signals.fetch_add(1) > 0) {  // a second Ctrl-C: now
+    _exit(static_cast<int>(ExitCode::kInterrupted));
+  }
+}
+
+struct Verb {
+  const char* name;
+  const char* arguments;
+  const char* summary;
+  ExitCode (*run)(const Command&);
+  bool takes_recipe;
+};
+
+constexpr std::array<Verb, 8> kVerbs = {{
+    {"train", "RECIPE", "train a draft as the recipe says", run_train, true},
+    {"plan", "RECIPE", "print what a run would do: stack, values with origin, sizes; start nothing", run_plan,
+     true},
+    {"capture", "RECIPE", "run the target over the recipe's token records and keep its hidden states",
+     run_capture, true},
+    {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features", run_eval, true},
+    {"export", "RECIPE", "write a checkpoint as the folder that serving engines load", run_export, true},
+    {"plugins", "[NAME]", "list installed plugins, or all about one; open nothing", run_plugins, false},
+    {"schema", "", "all options as a JSON schema, or as Markdown", run_schema, false},
+    {"doctor", "[RECIPE]", "check plugins, engine, device and disk; with a recipe also its plan and data",
+     run_doctor, true},
+}};
+
+std::string overview() {
+  std::string out = "usage: sf-host VERB [arguments]\n\n";
+  for (const Verb& verb : kVerbs) {
+    std::string name = format("{} {}", verb.name, verb.arguments);
+    name.resize(std::max<std::size_t>(name.size(), 18), ' ');
+    out += format("  {}  {}\n", name, verb.summary);
+  }
+  return out +
+         "\nsf-host VERB --help says more. Everything that shapes a run is in the recipe or in --set.\n";
+}
+
+po::options_description flags_of(const Verb& verb, Command& command) {
+  std::string name = verb.name;
+  po::options_description flags("flags", 110);
+  auto add = flags.add_options();
+  add("help,h", "this text");
+  add("json", po::bool_switch(&command.json), "machine-readable result on stdout");
+  add("verbose,v", po::bool_switch(), "log why, too");
+  add("plugin", po::value(&command.plugins)->value_name("NAME=FILE")->composing(),
+      "use this file for a plugin; absolute path");
+  add("plugin-path", po::value(&command.plugin_paths)->value_name("FOLDER")->composing(),
+      "look for plugins here first; absolute path");
+  add("allow-unsafe-path", po::value(&command.unsafe_paths)->value_name("FOLDER")->composing(),
+      "accept plugins from a folder that others can write");
+  if (verb.takes_recipe) {
+    add("set", po::value(&command.overrides)->value_name("KEY=VALUE")->composing(),
+        "override a key of the recipe; later wins; paths are relative to the current folder");
+    add("backend", po::value(&command.backend)->value_name("A+B+C"),
+        "short for backend.sharding, .transforms and .checkpoint: fsdp2+fp8+async_ckpt");
+  }
+  if (name == "train") {
+    add("resume", po::value(&command.resume)->value_name("FOLDER|auto"),
+        "go on from a checkpoint; auto: from the newest complete one, or start");
+    add("init-from", po::value(&command.init_from)->value_name("FOLDER"),
+        "start from the weights of a checkpoint or export");
+  }
+  if (name == "capture") {
+    add("split", po::value(&command.split)->value_name("train|eval|all"), "which records (default all)");
+  }
+  if (name == "eval" || name == "export") {
+    add("checkpoint", po::value(&command.checkpoint)->value_name("FOLDER"),
+        name == "eval" ? "auto (newest, the default), best, untrained, or a folder"
+                       : "best (the default; newest when there is none), auto (newest), or a folder");
+  }
+  if (name == "eval") {
+    add("features", po::value(&command.features)->value_name("FOLDER"),
+        "other features than data.eval_hidden_states_path");
+  }
+  if (name == "export") {
+    add("output", po::value(&command.output)->value_name("FOLDER"), "the folder to make");
+  }
+  if (name == "schema") {
+    add("markdown", po::bool_switch(&command.markdown), "Markdown tables instead");
+  }
+  return flags;
+}
+
+std::string help_text(const Verb& verb, const po::options_description& flags) {
+  std::ostringstream out;
+  out << "usage: sf-host " << verb.name << " " << verb.arguments << (verb.arguments[0] != 0 ? " " : "")
+      << "[flags]\n\n"
+      << verb.summary << "\n\n"
+      << flags;
+  if (verb.takes_recipe) {
+    out << "\nkeys of a recipe (plugins add theirs: sf-host plugins NAME)\n"
+        << options_help(host_manifest().options, 110);
+  }
+  return out.str();
+}
+
+[[noreturn]] void refuse_usage(const std::string& what, const std::string& hint) {
+  throw Error(ExitCode::kUsage, what, hint);
+}
+
+// Boost's texts, in our words.
+[[noreturn]] void refuse_flag(const Verb& verb, const po::options_description& flags,
+                              const po::error& error) {
+  std::string hint = format("sf-host {} --help lists the flags", verb.name);
+  if (const auto* unknown = dynamic_cast<const po::unknown_option*>(&error)) {
+    std::vector<std::string> names;
+    for (const auto& option : flags.options()) {
+      names.push_back("--" + option->long_name());
+    }
+    std::string near = did_you_mean(unknown->get_option_name(), names);
+    refuse_usage(format("unknown flag \"{}\"", unknown->get_option_name()),
+                 near.empty() ? hint : format("did you mean {}?", near));
+  }
+  refuse_usage(error.what(), hint);
+}
+
+ExitCode dispatch(int argc, char** argv, bool& wants_json) {
+  std::vector<std::string> words(argv + 1, argv + argc);
+  if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
+    std::fputs(overview().c_str(), words.empty() ? stderr : stdout);
+    return words.empty() ? ExitCode::kUsage : ExitCode::kOk;
+  }
+  if (words[0] == "--version") {
+    std::printf("sf-host %s\n", SF_SDK_VERSION);
+    return ExitCode::kOk;
+  }
+  const Verb* verb = nullptr;
+  std::vector<std::string> names;
+  for (const Verb& known : kVerbs) {
+    names.emplace_back(known.name);
+    verb = words[0] == known.name ? &known : verb;
+  }
+  if (verb == nullptr) {
+    std::string near = did_you_mean(words[0], names);
+    refuse_usage(format("unknown verb \"{}\"", words[0]),
+                 near.empty() ? "sf-host --help lists the verbs" : format("did you mean {}?", near));
+  }
+  Command command;
+  command.verb = verb->name;
+  words.erase(words.begin());
+  po::options_description flags = flags_of(*verb, command);
+  po::options_description all("all");
+  all.add(flags);
+  all.add_options()("argument", po::value(&command.positional));
+  po::positional_options_description positional;
+  positional.add("argument", -1);
+  po::variables_map values;
+  try {
+    namespace style = po::command_line_style;
+    int rules = style::unix_style & ~style::allow_guessing;
+    po::store(po::command_line_parser(words).options(all).positional(positional).style(rules).run(), values);
+    po::notify(values);
+  } catch (const po::error& error) {
+    refuse_flag(*verb, flags, error);
+  }
+  wants_json = command.json;
+  if (values.count("help") > 0) {
+    std::fputs(help_text(*verb, flags).c_str(), stdout);
+    return ExitCode::kOk;
+  }
+  if (values["verbose"].as<bool>()) {
+    set_log_level(Level::kDebug);
+  }
+  if (command.positional.size() > 1) {
+    refuse_usage(format("{} takes one argument, found \"{}\" and \"{}\"", verb->name, command.positional[0],
+                        command.positional[1]),
+                 format("usage: sf-host {} {}", verb->name, verb->arguments));
+  }
+  return verb->run(command);
+}
+
+ExitCode report(ExitCode code, const std::string& what, const std::string& hint, bool wants_json) {
+  if (wants_json) {
+    Json problem = Json::object();
+    problem.set("severity", "error");
+    problem.set("message", what);
+    if (!hint.empty()) {
+      problem.set("fix", hint);
+    }
+    Json out = Json::object();
+    out.set("problems", Json::array().push_back(std::move(problem)));
+    out.set("exit_code", static_cast<int>(code));
+    std::puts(out.dump(2).c_str());
+  } else {
+    std::fprintf(stderr, "error: %s\n%s%s%s", what.c_str(), hint.empty() ? "" : "  fix:  ", hint.c_str(),
+                 hint.empty() ? "" : "\n");
+  }
+  return code;
+}
+
+ExitCode run_program(int argc, char** argv) {
+  struct sigaction action {};
+  action.sa_handler = on_signal;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  bool wants_json = false;
+  try {
+    return dispatch(argc, argv, wants_json);
+  } catch (const Error& error) {
+    return report(error.code(), error.what(), error.hint(), wants_json);
+  } catch (const std::bad_alloc&) {
+    return report(ExitCode::kDevice, "out of memory", "smaller training.batch_size or data.max_length",
+                  wants_json);
+  } catch (const std::exception& error) {
+    return report(ExitCode::kInternal, error.what(), "", wants_json);
+  }
+}
+
+}  // namespace
+
+bool is_stop_requested() {
+  return stop_signals.load() > 0;
+}
+
+}  // namespace sf
+
+int main(int argc, char** argv) {
+  sf::ExitCode code = sf::run_program(argc, argv);
+  sf::flush_log();
+  std::fflush(stdout);
+  std::fflush(stderr);
+  _exit(static_cast<int>(code));
+}

@@ -1,0 +1,169 @@
+#include "tools/sf-host/run_session.hpp"
+
+#include <cstdio>
+#include <cstdlib>
+#include <system_error>
+#include <utility>
+
+#include "core/base/log.hpp"
+#include "core/base/text.hpp"
+#include "core/plan/print.hpp"
+#include "core/plugin/loader.hpp"
+
+#include <dlfcn.h>
+
+#ifndef SF_TORCH_VARIANT
+#define SF_TORCH_VARIANT ""
+#endif
+
+namespace sf {
+
+namespace fs = std::filesystem;
+
+fs::path library_folder() {
+  std::error_code ignored;
+  fs::path program = fs::read_symlink("/proc/self/exe", ignored);
+  return program.parent_path().parent_path() / "lib" / "sf";
+}
+
+HostBuild host_build() {
+  return this_host(SF_TORCH_VARIANT, library_folder() / "libsf_engine.so");
+}
+
+SearchRequest search_request(const Command& command) {
+  const char* environment = std::getenv("SF_PLUGIN_PATH");
+  return {.flag_folders = command.plugin_paths,
+          .environment = environment != nullptr ? environment : "",
+          .built_in = library_folder() / "plugins",
+          .allowed_unsafe = command.unsafe_paths};
+}
+
+Engine& open_engine() {
+  fs::path path = library_folder() / "libsf_engine.so";
+  std::error_code ignored;
+  if (!fs::exists(path, ignored)) {
+    throw Error(ExitCode::kInternal, format("this installation has no engine: \"{}\" does not exist", path),
+                "build with SF_TORCH=ON, or install sf again");
+  }
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed
+  if (library == nullptr) {
+    throw Error(ExitCode::kInternal, format("the engine can't be opened: {}", dlerror()),
+                "LibTorch moved or is not the one that this build was made with; build again");
+  }
+  auto* entry = reinterpret_cast<Engine* (*)()>(dlsym(library, "sf_engine_v1"));
+  if (entry == nullptr) {
+    throw Error(ExitCode::kInternal, format("\"{}\" has no sf_engine_v1", path),
+                "it belongs to another version; build or install again");
+  }
+  return *entry();
+}
+
+void print_problems(const Command& command, const Diagnostics& problems, ExitCode code) {
+  if (command.json) {
+    Json out = Json::object();
+    out.set("problems", diagnostics_json(problems));
+    out.set("exit_code", static_cast<int>(code));
+    std::puts(out.dump(2).c_str());
+    return;
+  }
+  std::string text = problems.text();
+  if (code != ExitCode::kOk) {
+    text += format("{} error{}.", problems.error_count(), problems.error_count() == 1 ? "" : "s");
+  }
+  std::fprintf(stderr, "%s\n", text.c_str());
+}
+
+RunSession::~RunSession() {
+  close();
+}
+
+bool RunSession::refuse(const Diagnostics& problems, ExitCode code) {
+  print_problems(command_, problems, code);
+  code_ = code;
+  return false;
+}
+
+bool RunSession::plan(bool will_run) {
+  if (command_.positional.size() != 1) {
+    throw Error(ExitCode::kUsage,
+                format("{} takes one recipe, found {} arguments", command_.verb, command_.positional.size()),
+                format("sf-host {} recipe.toml; sf-host {} --help says more", command_.verb, command_.verb));
+  }
+  Diagnostics problems;
+  catalog_ = std::make_unique<Catalog>(search_request(command_), command_.plugins, host_build(), problems);
+  ResolveRequest request{.recipe = command_.positional[0],
+                         .overrides = command_.overrides,
+                         .backend = command_.backend,
+                         .unsafe_paths = command_.unsafe_paths,
+                         .will_run = will_run,
+                         .machine = {},
+                         .torch_variant = SF_TORCH_VARIANT};
+  resolution_ = resolve(request, *catalog_, problems);
+  if (!resolution_->plan) {
+    return refuse(resolution_->problems, resolution_->code);
+  }
+  return true;
+}
+
+bool RunSession::open(bool start) {
+  engine_ = &open_engine();
+  Diagnostics problems;
+  HostServices services{.find = [this](std::string_view id) { return engine_->service(id); },
+                        .stop_requested = is_stop_requested};
+  for (const StackMember& member : resolution_->stack.members) {
+    if (member.file == nullptr) {
+      continue;
+    }
+    const sf_plugin* entry = open_plugin(*member.file, problems);
+    if (entry == nullptr) {
+      continue;  // tell about all of them
+    }
+    std::string sha256;
+    for (const PlanPlugin& plugin : resolved().stack) {
+      sha256 = plugin.name == member.name ? plugin.sha256 : sha256;
+    }
+    registry_.add({.name = member.name,
+                   .version = member.file->manifest->version,
+                   .sha256 = sha256,
+                   .kind = member.file->build->kind,
+                   .plugin = entry,
+                   .host = std::make_unique<HostTable>(member.name, services),
+                   .options = std::make_unique<BackendOptions>(*member.file->manifest, resolved().values)});
+  }
+  check_copies(problems);
+  if (problems.has_errors() || !registry_.create(problems) || (start && !registry_.start(problems))) {
+    return refuse(problems, ExitCode::kPlugin);
+  }
+  if (start) {
+    registry_.check_options(problems);
+    if (problems.has_errors()) {
+      return refuse(problems, ExitCode::kPlugin);
+    }
+  }
+  context_.plan = &resolved();
+  context_.log = [](Level level, std::string_view text) { log_line(level, text); };
+  context_.stop_requested = is_stop_requested;
+  for (const PluginRegistry::Entry& entry : registry_.entries()) {
+    LoadedPlugin plugin;
+    plugin.name = entry.name;
+    plugin.version = entry.version;
+    plugin.sha256 = entry.sha256;
+    plugin.kind = entry.kind;
+    plugin.entry = entry.plugin;
+    plugin.instance = entry.instance;
+    context_.plugins.push_back(std::move(plugin));
+  }
+  return true;
+}
+
+bool RunSession::check_effects() {
+  Diagnostics problems;
+  registry_.check_options(problems);
+  return problems.has_errors() ? refuse(problems, ExitCode::kPlugin) : true;
+}
+
+void RunSession::close() {
+  registry_.close();
+}
+
+}  // namespace sf

@@ -1,0 +1,63 @@
+// tools/sf-host/run_session.hpp: what a verb works with, in the order of a run: plan, engine, plugins opened,
+// created and started; closed in reverse.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "core/plan/resolve.hpp"
+#include "core/plugin/catalog.hpp"
+#include "core/plugin/registry.hpp"
+#include "core/train/engine.hpp"
+#include "tools/sf-host/command.hpp"
+
+namespace sf {
+
+/// <folder of this program>/../lib/sf, by the program's real path.
+[[nodiscard]] std::filesystem::path library_folder();
+[[nodiscard]] HostBuild host_build();
+[[nodiscard]] SearchRequest search_request(const Command& command);
+
+/// Opens libsf_engine.so. Throws Error when this installation has none or it does not open.
+[[nodiscard]] Engine& open_engine();
+
+/// Prints problems: to stderr as text, or to stdout as {"problems": [...], "exit_code": n} with --json.
+void print_problems(const Command& command, const Diagnostics& problems, ExitCode code);
+
+class RunSession {
+ public:
+  explicit RunSession(const Command& command) : command_(command) {}
+  RunSession(const RunSession&) = delete;
+  RunSession& operator=(const RunSession&) = delete;
+  ~RunSession();
+
+  /// Resolves the recipe. Prints all problems and returns false when there are errors; code() then says which
+  /// kind.
+  bool plan(bool will_run);
+  /// Opens engine and plugins and creates them; with `start` also starts them and checks that every option
+  /// that was set is read.
+  bool open(bool start);
+  /// Once a verb is through: was there an option without effect? Prints it and returns false then.
+  bool check_effects();
+  /// Stops and destroys the plugins. Also done by the destructor.
+  void close();
+
+  [[nodiscard]] const Plan& resolved() const { return *resolution_->plan; }
+  [[nodiscard]] ExitCode code() const { return code_; }
+  [[nodiscard]] Engine& engine() { return *engine_; }
+  [[nodiscard]] const EngineContext& context() const { return context_; }
+
+ private:
+  bool refuse(const Diagnostics& problems, ExitCode code);
+
+  const Command& command_;
+  std::unique_ptr<Catalog> catalog_;
+  std::optional<Resolution> resolution_;
+  PluginRegistry registry_;
+  Engine* engine_ = nullptr;
+  EngineContext context_;
+  ExitCode code_ = ExitCode::kOk;
+};
+
+}  // namespace sf
