@@ -11,6 +11,21 @@
 namespace sf {
 namespace {
 
+// Log lines of this library go through the host; LibTorch's errors lose their backtrace, and running out of memory is its own kind.
+template <class Body>
+auto guarded(const EngineContext& context, Body&& body) {
+  redirect_log(context.log);
+  set_log_level(Level::kTrace);  // the host filters
+  try {
+    return body();
+  } catch (const c10::OutOfMemoryError& error) {
+    throw Error(ExitCode::kDevice, error.what_without_backtrace(),
+                "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
+  } catch (const c10::Error& error) {
+    throw Error(ExitCode::kInternal, error.what_without_backtrace());
+  }
+}
+
 class EngineLibrary final : public Engine {
  public:
   const void* service(std::string_view id) override { return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : nullptr; }
@@ -28,22 +43,6 @@ class EngineLibrary final : public Engine {
   }
   Json export_draft(const EngineContext& context, const ExportArguments& arguments) override {
     return guarded(context, [&] { return sf::export_draft(context, arguments); });
-  }
-
- private:
-  // Log lines of this library go through the host; LibTorch's errors lose their backtrace, and running out of memory is its own kind.
-  template <class Body>
-  static auto guarded(const EngineContext& context, Body&& body) {
-    redirect_log(context.log);
-    set_log_level(Level::kTrace);  // the host filters
-    try {
-      return body();
-    } catch (const c10::OutOfMemoryError& error) {
-      throw Error(ExitCode::kDevice, error.what_without_backtrace(),
-                  "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
-    } catch (const c10::Error& error) {
-      throw Error(ExitCode::kInternal, error.what_without_backtrace());
-    }
   }
 };
 
