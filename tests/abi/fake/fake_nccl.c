@@ -1,0 +1,2 @@
+__attribute__((visibility("default"))) int ncclTestFunction(void);
+int ncclTestFunction(void) { return 2; }
