@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/data/feature_folder.hpp"
 #include "core/data/feature_format.hpp"
 #include "core/data/feature_store.hpp"
 #include "scratch.hpp"
@@ -313,4 +314,40 @@ TEST_CASE("feature store: the first value that is not finite is found in every t
   CHECK(first_not_finite(Dtype::kF8E4M3, std::as_bytes(std::span(e4m3))) == 1);
   const uint8_t e5m2[] = {0x7b, 0x7c};
   CHECK(first_not_finite(Dtype::kF8E5M2, std::as_bytes(std::span(e5m2))) == 1);
+}
+
+TEST_CASE("feature folder: shards fill up to their limit and keep the order of samples") {
+  const std::vector<FeatureTensor> features{
+      {.key = "x", .dtype = Dtype::kBF16, .width = 8, .layer_ids = {0}}};
+  const auto samples = make_samples(10);  // 2 to 11 tokens of 32 bytes, and 24 bytes for each record
+  const auto plan = plan_shards(features, samples, 400);
+  int64_t next = 0;
+  for (const ShardPlan& shard : plan) {
+    CHECK(shard.first_sample == next);
+    next += shard.samples;
+    CHECK((shard.bytes <= 400 || shard.samples == 1));
+    CHECK(shard.bytes == shard_bytes(features, shard.samples, shard.tokens));
+  }
+  CHECK(next == 10);
+  CHECK(plan.size() > 4);
+  CHECK(plan[1].file == "shard-00001.safetensors");
+  CHECK(plan_shards(features, samples, 1).size() == 10);
+}
+
+TEST_CASE("feature folder: a disk without room is refused before any work, with both numbers") {
+  const Scratch scratch;
+  FeatureManifest wanted;
+  FeatureFolder folder(scratch.path() / "f", wanted,
+                       {{"shard-00000.safetensors", 0, 1, 1, int64_t{1} << 60}});
+  const std::string message = error_of([&] { folder.require_room(); }, &scratch);
+  CHECK(message.starts_with("f: the features need "));
+  CHECK(message.ends_with(" free"));
+}
+
+TEST_CASE("feature folder: two captures do not write to one folder") {
+  const Scratch scratch;
+  FeatureFolder first(scratch.path(), {}, {});
+  CHECK(error_of([&] {
+          FeatureFolder second(scratch.path(), {}, {});
+        }).ends_with(": another capture is writing to this folder"));
 }
