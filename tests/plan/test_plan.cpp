@@ -1,0 +1,166 @@
+#include "core/plan/facts.hpp"
+#include "core/plan/plan.hpp"
+#include "core/plan/print.hpp"
+#include "core/plan/resolve.hpp"
+#include "tests/plugin/fake_files.hpp"
+
+using namespace sf;
+
+namespace {
+
+// A recipe in a folder of its own with a target beside it, resolved against the fake plugins.
+struct Case {
+  TemporaryFolder folder;
+  Diagnostics catalog_problems;
+  Catalog catalog{{.flag_folders = {good_plugins()}, .environment = "", .built_in = {}, .allowed_unsafe = {}},
+                  {},
+                  torch_host(),
+                  catalog_problems};
+  std::string config =
+      "{\"hidden_size\": 64, \"vocab_size\": 100, \"num_hidden_layers\": 2, \"model_type\": \"llama\"}";
+  std::string recipe =
+      "[model]\ntarget_model_path = \"target\"\n[algorithm]\nname = \"fake_algorithm\"\n[backend]\nsharding "
+      "= \"fake_sharding\"\n[training]\nnum_anchors = 64\n";
+
+  Resolution run(ResolveRequest request = {}) {
+    fs::create_directories(folder.path / "target");
+    if (!config.empty()) {
+      atomic_write(folder.path / "target" / "config.json", config);
+    }
+    atomic_write(folder.path / "r.toml", recipe);
+    request.recipe = folder.path / "r.toml";
+    if (!request.machine) {
+      request.machine = Machine{.gpus = 0, .processors = 2};
+    }
+    return resolve(request, catalog, catalog_problems);
+  }
+};
+
+}  // namespace
+
+TEST_CASE("plan: a good recipe becomes a plan with stack, values, origins and facts") {
+  Case c;
+  Resolution out = c.run({.recipe = {}, .overrides = {"training.batch_size=4"}});
+  REQUIRE_MESSAGE(out.plan, out.problems.text());
+  const Plan& plan = *out.plan;
+  CHECK(plan.get<std::int64_t>("training.batch_size") == 4);
+  CHECK(plan.get<std::int64_t>("training.num_anchors") == 64);
+  CHECK(plan.get<double>("training.max_grad_norm") == 0.5);
+  CHECK(plan.get<bool>("training.static_shapes") == false);
+  CHECK(plan.get<std::vector<std::int64_t>>("model.target_layer_ids").empty());
+  CHECK(plan.get<fs::path>("model.target_model_path") == c.folder.path / "target");
+  CHECK(plan.get<fs::path>("data.train_data_path").empty());
+  CHECK(plan.get<std::int64_t>("data.shard_bytes") == 536870912);
+  CHECK(plan.at("training.num_anchors").origin == "r.toml:8");
+  CHECK(plan.at("training.batch_size").origin == "--set");
+  CHECK(plan.get<std::string>("device") == "cpu");
+  CHECK(plan.at("device").origin == "auto: no GPU on this machine");
+  REQUIRE(plan.stack.size() == 3);
+  CHECK(plan.stack[0].slot == "algorithm");
+  CHECK(plan.stack[1].sha256 == sha256_file(good_plugins() / "fake_sharding.so"));
+  CHECK(plan.stack[2].name == "sync");
+  CHECK(plan.stack[2].path.empty());
+  CHECK(std::get<std::int64_t>(plan.facts.at("model.hidden_size")) == 64);
+  CHECK_THROWS_AS((void)plan.get<std::string>("training.batch_size"), Error);
+  CHECK_THROWS_AS((void)plan.get<bool>("training.nothing"), Error);
+  CHECK(tokens_per_step(plan) == 4 * 2048);
+}
+
+TEST_CASE("plan: the resolved recipe alone gives the same plan again") {
+  Case c;
+  Resolution first = c.run({.recipe = {},
+                            .overrides = {"training.learning_rate=6e-4", "training.static_shapes=true",
+                                          "training.static_shape_buckets=[128, 256]"},
+                            .backend = "fake_sharding+fake_transform+fake_ok"});
+  REQUIRE_MESSAGE(first.plan, first.problems.text());
+  c.recipe = first.plan->recipe_text();
+  Resolution second = c.run();
+  REQUIRE_MESSAGE(second.plan, second.problems.text());
+  CHECK(first.plan->values.size() == second.plan->values.size());
+  for (const auto& [key, value] : first.plan->values) {
+    CHECK_MESSAGE(second.plan->at(key).value == value.value, key);
+  }
+  CHECK(second.plan->stack.size() == first.plan->stack.size());
+}
+
+TEST_CASE(
+    "plan: problems of recipe, plugins, rules and target come together, with the exit code of the first "
+    "kind") {
+  Case c;
+  c.config = "";
+  c.recipe += "sed = 1\n";
+  Resolution all = c.run({.recipe = {}, .overrides = {"backend.transforms=[\"fake_transfrom\"]"}});
+  CHECK_FALSE(all.plan);
+  CHECK(all.problems.contains("plugin/not-found"));
+  CHECK(all.problems.contains("recipe/unknown-key"));
+  CHECK(all.problems.contains("model/no-config"));
+  CHECK(all.code == ExitCode::kUsage);
+
+  Case plugin;
+  CHECK(plugin.run({.recipe = {}, .overrides = {"backend.sharding=fsdp9"}}).code == ExitCode::kPlugin);
+  Case target;
+  target.config = "{\"hidden_size\": \"many\"}";
+  Resolution bad = target.run();
+  CHECK(bad.code == ExitCode::kData);
+  CHECK(bad.problems.contains("model/bad-config"));
+}
+
+TEST_CASE("plan: rules of plugins see the target's numbers, also nested ones, and the stack's capabilities") {
+  Case c;
+  c.config = "{\"model_type\": \"vlm\", \"text_config\": {\"hidden_size\": 40, \"model_type\": \"qwen3\"}}";
+  Resolution out = c.run();
+  CHECK(out.problems.contains("fake_algorithm/heads"));
+  CHECK(out.code == ExitCode::kUsage);
+
+  Case gather;
+  Resolution refused = gather.run(
+      {.recipe = {},
+       .overrides = {"backend.transforms=[\"fake_transform\"]", "plugin.fake_transform.gather=true"}});
+  CHECK(refused.problems.contains("fake_transform/needs-gather-codec"));
+  Case fine;
+  Resolution good = fine.run({.recipe = {}, .overrides = {"backend.transforms=[\"fake_transform\"]"}});
+  CHECK_MESSAGE(good.plan, good.problems.text());
+}
+
+TEST_CASE("plan: a rule whose fact this machine does not know is listed as undecided") {
+  Case c;
+  c.recipe += "[plugin.fake_transform]\ngather = false\n";
+  Resolution out = c.run({.recipe = {}, .overrides = {"backend.transforms=[\"fake_transform\"]"}});
+  REQUIRE_MESSAGE(out.plan, out.problems.text());
+  CHECK(out.plan->undecided.empty());
+  Case unknown;
+  unknown.config = "{\"vocab_size\": 3}";
+  Resolution open = unknown.run();
+  REQUIRE_MESSAGE(open.plan, open.problems.text());
+  CHECK(open.plan->undecided == std::vector<std::string>{"fake_algorithm/heads: needs model.hidden_size"});
+}
+
+TEST_CASE(
+    "plan: a GPU that is not there is a warning for plan and an error for a run; auto takes what there is") {
+  Case c;
+  Resolution plan = c.run({.recipe = {}, .overrides = {"device=cuda"}});
+  REQUIRE(plan.plan);
+  CHECK(plan.plan->warnings.contains("device/no-gpu"));
+  Resolution run = c.run({.recipe = {}, .overrides = {"device=cuda"}, .will_run = true});
+  CHECK_FALSE(run.plan);
+  CHECK(run.code == ExitCode::kDevice);
+  Resolution two = c.run({.recipe = {}, .will_run = true, .machine = Machine{.gpus = 2, .processors = 8}});
+  REQUIRE(two.plan);
+  CHECK(two.plan->get<std::string>("device") == "cuda");
+  CHECK(two.plan->at("device").origin == "auto: this machine has 2 GPUs");
+}
+
+TEST_CASE("plan: as JSON every value has its origin and sizes are summed by whoever reads") {
+  Case c;
+  Resolution out = c.run();
+  REQUIRE(out.plan);
+  Json json = plan_json(*out.plan, {{"weights", 1048576, "0.5 M parameters"}});
+  CHECK(json.at("values").at("training.num_anchors").at("origin").as_string() == "r.toml:8");
+  CHECK(json.at("sizes").at(0).at("bytes").as_int() == 1048576);
+  CHECK(json.at("stack").size() == 3);
+  std::string text =
+      plan_text(*out.plan, {{"weights", 1048576, "0.5 M parameters"}, {"optimizer", 3145728, ""}});
+  CHECK(text.find("total      4.0 MiB") != std::string::npos);
+  CHECK(plan_summary(*out.plan).find("training.seed") == std::string::npos);
+  CHECK(plan_summary(*out.plan).find("training.num_anchors") != std::string::npos);
+}
