@@ -18,6 +18,7 @@
 #include "sf/json.hpp"
 #include "sf/plugin.h"
 #include "tools/sf-host/command.hpp"
+#include "tools/sf-host/run_session.hpp"
 
 #include <signal.h>
 #include <unistd.h>
@@ -122,7 +123,8 @@ std::string help_text(const Verb& verb, const po::options_description& flags) {
       << verb.summary << "\n\n"
       << flags;
   if (verb.takes_recipe) {
-    out << "\nkeys of a recipe (plugins add theirs: sf-host plugins NAME)\n"
+    out << "\nkeys of a recipe (plugins add theirs: name a recipe before --help, or see sf-host plugins "
+           "NAME)\n"
         << options_help(host_manifest().options, 110);
   }
   return out.str();
@@ -190,6 +192,9 @@ ExitCode dispatch(int argc, char** argv, bool& wants_json) {
   wants_json = command.json;
   if (values.count("help") > 0) {
     std::fputs(help_text(*verb, flags).c_str(), stdout);
+    if (verb->takes_recipe && !command.positional.empty()) {
+      std::fputs(plugin_help(command).c_str(), stdout);
+    }
     return ExitCode::kOk;
   }
   if (values["verbose"].as<bool>()) {

@@ -9,6 +9,8 @@
 #include "core/base/text.hpp"
 #include "core/plan/print.hpp"
 #include "core/plugin/loader.hpp"
+#include "core/recipe/recipe_reader.hpp"
+#include "core/recipe/render.hpp"
 
 #include <dlfcn.h>
 
@@ -56,6 +58,21 @@ Engine& open_engine() {
                 "it belongs to another version; build or install again");
   }
   return *entry();
+}
+
+std::string plugin_help(const Command& command) {
+  Diagnostics ignored;
+  Catalog catalog(search_request(command), command.plugins, host_build(), ignored);
+  RawValues raw = read_recipe(command.positional[0], ignored);
+  apply_overrides(command.overrides, raw, ignored);
+  std::string out;
+  for (const Manifest& manifest : pick_stack(raw, catalog, ignored).manifests()) {
+    if (!manifest.options.empty()) {
+      out +=
+          format("\nkeys of {} ({})\n{}", manifest.name, manifest.kind, options_help(manifest.options, 110));
+    }
+  }
+  return out;
 }
 
 void print_problems(const Command& command, const Diagnostics& problems, ExitCode code) {

@@ -22,6 +22,10 @@ namespace sf {
 /// Opens libsf_engine.so. Throws Error when this installation has none or it does not open.
 [[nodiscard]] Engine& open_engine();
 
+/// Help for the keys that the plugins of a recipe's stack add; empty when there are none or the recipe can't
+/// be read.
+[[nodiscard]] std::string plugin_help(const Command& command);
+
 /// Prints problems: to stderr as text, or to stdout as {"problems": [...], "exit_code": n} with --json.
 void print_problems(const Command& command, const Diagnostics& problems, ExitCode code);
 

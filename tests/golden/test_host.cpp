@@ -1,0 +1,133 @@
+// sf-host from outside: what it prints where, its exit codes, and how long it takes to refuse.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <string>
+
+#include "core/base/file.hpp"
+#include "sf/json.hpp"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+using namespace sf;
+namespace fs = std::filesystem;
+
+namespace {
+
+struct Answer {
+  std::string out;  // both streams, unless the call redirects one
+  int code = -1;
+  double seconds = 0;
+};
+
+Answer run_host(const std::string& arguments) {
+  std::string command = std::string(SF_BUILD_DIR) + "/bin/sf-host " + arguments;
+  if (arguments.find('>') == std::string::npos) {
+    command += " 2>&1";
+  }
+  Answer answer;
+  auto start = std::chrono::steady_clock::now();
+  FILE* pipe = popen(command.c_str(), "r");
+  REQUIRE(pipe != nullptr);
+  std::array<char, 4096> buffer{};
+  for (std::size_t got = 0; (got = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
+    answer.out.append(buffer.data(), got);
+  }
+  answer.code = WEXITSTATUS(pclose(pipe));
+  answer.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return answer;
+}
+
+const std::string kPlugins = std::string(" --plugin-path ") + SF_BUILD_DIR + "/tests/plugins/good ";
+const std::string kRecipes = std::string(SF_TEST_DATA) + "/golden/recipes/";
+
+}  // namespace
+
+TEST_CASE("sf-host: every verb has help with its flags, and recipes' verbs list the keys") {
+  for (const char* verb : {"train", "plan", "capture", "eval", "export", "plugins", "schema", "doctor"}) {
+    Answer answer = run_host(std::string(verb) + " --help");
+    CHECK_MESSAGE(answer.code == 0, verb);
+    CHECK_MESSAGE(answer.out.find(std::string("usage: sf-host ") + verb) == 0, verb);
+    CHECK(answer.out.find("--json") != std::string::npos);
+  }
+  CHECK(run_host("train --help").out.find("training.batch_size") != std::string::npos);
+  CHECK(run_host("train " + kRecipes + "good.toml --help" + kPlugins).out.find("training.num_anchors") !=
+        std::string::npos);
+  CHECK(run_host("--help").out.find("doctor [RECIPE]") != std::string::npos);
+  CHECK(run_host("--version").out.find("sf-host 0.") == 0);
+}
+
+TEST_CASE("sf-host: mistakes on the command line end with code 2 and a suggestion") {
+  CHECK(run_host("").code == 2);
+  Answer verb = run_host("trian x.toml");
+  CHECK(verb.code == 2);
+  CHECK(verb.out == "error: unknown verb \"trian\"\n  fix:  did you mean train?\n");
+  Answer flag = run_host("plan --jsn x.toml");
+  CHECK(flag.code == 2);
+  CHECK(flag.out.find("did you mean --json?") != std::string::npos);
+  CHECK(run_host("plan").code == 2);
+  CHECK(run_host("plan a.toml b.toml").code == 2);
+  CHECK(run_host("plan a.toml --set").code == 2);
+  CHECK(run_host("export " + kRecipes + "good.toml").out.find("--output") != std::string::npos);
+  CHECK(run_host("capture " + kRecipes + "good.toml --split half").code == 2);
+  Answer missing = run_host("plan /nonexistent.toml");
+  CHECK(missing.code == 2);
+  CHECK(missing.out.find("error[recipe/not-readable]") == 0);
+}
+
+TEST_CASE("sf-host: a refused plan says why on stderr, as JSON on stdout with --json, and opens nothing") {
+  Answer text = run_host("train " + kRecipes + "keys.toml" + kPlugins + " 2>/dev/null");
+  CHECK(text.code == 2);
+  CHECK(text.out.empty());
+  Answer json = run_host("plan " + kRecipes + "keys.toml --json" + kPlugins + " 2>/dev/null");
+  CHECK(json.code == 2);
+  Json parsed = Json::parse(json.out);
+  CHECK(parsed.at("exit_code").as_int() == 2);
+  CHECK(parsed.at("problems").size() > 3);
+  CHECK(run_host("plan " + kRecipes + "good.toml --set backend.sharding=fsdp9" + kPlugins).code == 3);
+  CHECK(
+      run_host("plan " + kRecipes + "good.toml --set model.target_model_path=/nonexistent" + kPlugins).code ==
+      4);
+  CHECK(run_host("plan " + kRecipes + "good.toml --plugin-path relative").code == 3);
+}
+
+TEST_CASE("sf-host: plugins lists what fits and what does not, and all about one") {
+  Answer table = run_host("plugins" + kPlugins + "--plugin-path " + SF_BUILD_DIR + "/tests/plugins/bad");
+  CHECK(table.code == 0);
+  CHECK(table.out.find("fake_sharding        sharding") != std::string::npos);
+  CHECK(table.out.find("use the host's sf.comm/1") != std::string::npos);
+  Answer one = run_host("plugins fake_transform" + kPlugins);
+  CHECK(one.code == 0);
+  CHECK(one.out.find("plugin.fake_transform.gather  bool, default false") != std::string::npos);
+  CHECK(one.out.find("fake_transform/needs-gather-codec  error") != std::string::npos);
+  CHECK(run_host("plugins fake_transfrom" + kPlugins).code == 3);
+  Json json = Json::parse(run_host("plugins --json" + kPlugins + "2>/dev/null").out);
+  bool found = false;
+  for (const Json& plugin : json.items()) {
+    found = found || (plugin.at("name").as_string() == "fake_ok" && plugin.at("fits").as_bool());
+  }
+  CHECK(found);
+}
+
+TEST_CASE("sf-host: the schema is JSON, or Markdown when asked") {
+  Json schema = Json::parse(run_host("schema" + kPlugins + "2>/dev/null").out);
+  CHECK(schema.at("properties").at("plugin").at("properties").contains("fake_ok"));
+  CHECK(run_host("schema --markdown" + kPlugins).out.find("### [training]") != std::string::npos);
+}
+
+TEST_CASE("sf-host: what needs no tensors answers in a moment") {
+  // 200 ms is the promise; the best of five, as other work may run on this machine.
+  for (const std::string& arguments :
+       {std::string("--help"), std::string("plugins") + kPlugins, std::string("schema") + kPlugins,
+        "plan " + kRecipes + "keys.toml" + kPlugins}) {
+    double best = 10;
+    for (int i = 0; i < 5; ++i) {
+      best = std::min(best, run_host(arguments).seconds);
+    }
+    CHECK_MESSAGE(best < 0.2, arguments << " took " << best << " s");
+  }
+}
