@@ -25,6 +25,8 @@ struct ModelFacts {
   int64_t draft_block_size = 0;           // 0: likewise
   std::vector<int64_t> target_layer_ids;  // empty: likewise
   int64_t mask_token_id = -1;             // -1: likewise
+  int64_t tokenizer_mask_token_id = -1;   // of the target's tokenizer; -1: it has none, or it is not known
+  int64_t tokenizer_tokens = -1;          // its length; -1: not known
   std::string rope_rounding = "exact";    // or "reference"
   bool bfloat16 = true;                   // type of weights and computation, else float32
   bool static_shapes = false;             // every batch has the same number of block slots
@@ -35,7 +37,7 @@ struct FeatureRead {
   std::string name;                   // "hidden_states"
   int64_t columns = 0;                // layers x hidden
   bool optional = false;
-  std::vector<int64_t> layer_ids;     // which target layers, in this order; empty for tokens and masks
+  std::vector<int64_t> layer_ids = {};  // which target layers, in this order; empty for tokens and masks
   bool last_state = false;            // the post-norm state that the target multiplies by its head
 };
 

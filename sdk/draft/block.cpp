@@ -1,0 +1,147 @@
+#include "sdk/draft/block.hpp"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+
+namespace sf::draft {
+namespace {
+
+// Convolution around a sub-layer: its coefficients for both sides come from the sub-layer's input.
+class Convolution {
+ public:
+  Convolution(UnitContext& context, const BlockShape& shape, const char* name, const at::Tensor& x_bqh)
+      : context_(context), shape_(shape), base_(context.parameter(std::string(name) + ".base_kernel")) {
+    const at::Tensor projected = context.linear(std::string(name) + ".kernel_projection", x_bqh);
+    deltas_ = projected.view({x_bqh.size(0), x_bqh.size(1), 2, shape.conv_taps, shape.conv_groups});
+  }
+
+  [[nodiscard]] at::Tensor apply(const at::Tensor& x_bqh, int64_t side) const {
+    return context_.ops().grouped_convolution(x_bqh, deltas_.select(2, side), base_.select(0, side), shape_.block_size);
+  }
+
+ private:
+  UnitContext& context_;
+  const BlockShape& shape_;
+  at::Tensor base_, deltas_;
+};
+
+}  // namespace
+
+BlockShape block_shape(const DraftConfig& config, int64_t layer, int64_t block_size) {
+  return {.hidden = config.hidden_size,
+          .intermediate = config.intermediate_size,
+          .heads = config.heads,
+          .kv_heads = config.kv_heads,
+          .head_dim = config.head_dim,
+          .block_size = block_size,
+          .eps = config.rms_norm_eps,
+          .attention_bias = config.attention_bias,
+          .window_tokens = config.sliding[static_cast<size_t>(layer)] ? config.sliding_window : 0,
+          .causal = config.causal(layer)};
+}
+
+std::vector<ParameterSpec> block_parameters(const BlockShape& shape, double init_std) {
+  const int64_t query = shape.heads * shape.head_dim;
+  const int64_t key = shape.kv_heads * shape.head_dim;
+  std::vector<ParameterSpec> list;
+  const auto add = [&](std::string name, std::vector<int64_t> sizes, Init init) {
+    list.push_back({.name = std::move(name), .shape = std::move(sizes), .init = init, .init_std = init_std});
+  };
+  const auto add_projection = [&](const std::string& name, int64_t out, int64_t in) {
+    add("self_attn." + name + ".weight", {out, in}, Init::normal);
+    if (shape.attention_bias) {
+      add("self_attn." + name + ".bias", {out}, Init::zeros);
+    }
+  };
+  add("input_layernorm.weight", {shape.hidden}, Init::ones);
+  add_projection("q_proj", query, shape.hidden);
+  add_projection("k_proj", key, shape.hidden);
+  add_projection("v_proj", key, shape.hidden);
+  add_projection("o_proj", shape.hidden, query);
+  add("self_attn.q_norm.weight", {shape.head_dim}, Init::ones);
+  add("self_attn.k_norm.weight", {shape.head_dim}, Init::ones);
+  add("post_attention_layernorm.weight", {shape.hidden}, Init::ones);
+  add("mlp.gate_proj.weight", {shape.intermediate, shape.hidden}, Init::normal);
+  add("mlp.up_proj.weight", {shape.intermediate, shape.hidden}, Init::normal);
+  add("mlp.down_proj.weight", {shape.hidden, shape.intermediate}, Init::normal);
+  if (shape.conv_taps > 0) {
+    for (const char* name : {"attention_conv", "mlp_conv"}) {
+      add(std::string(name) + ".base_kernel", {2, shape.conv_taps, shape.hidden}, Init::first_tap);
+      add(std::string(name) + ".kernel_projection.weight", {2 * shape.conv_taps * shape.conv_groups, shape.hidden}, Init::zeros);
+    }
+  }
+  return list;
+}
+
+std::vector<at::Tensor> DraftBlock::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
+  const at::Tensor& h = inputs[kRowsIn];
+  const bool has_convolution = shape_.conv_taps > 0;
+
+  at::Tensor x = context.ops().rms_norm(h, context.parameter("input_layernorm.weight"), shape_.eps);
+  at::Tensor attended;
+  if (has_convolution) {
+    const Convolution convolution(context, shape_, "attention_conv", x);
+    attended = convolution.apply(attend(context, convolution.apply(x, 0), inputs), 1);
+  } else {
+    attended = attend(context, x, inputs);
+  }
+
+  const std::vector<at::Tensor> summed =
+      context.ops().residual_rms_norm(attended, h, context.parameter("post_attention_layernorm.weight"), shape_.eps);
+  x = summed[1];
+  const auto mlp = [&](const at::Tensor& in) {
+    return context.linear("mlp.down_proj", context.ops().swiglu(context.linear("mlp.gate_proj", in), context.linear("mlp.up_proj", in)));
+  };
+  if (has_convolution) {
+    const Convolution convolution(context, shape_, "mlp_conv", x);
+    return {at::add(summed[0], convolution.apply(mlp(convolution.apply(x, 0)), 1))};
+  }
+  return {at::add(summed[0], mlp(x))};
+}
+
+at::Tensor DraftBlock::attend(UnitContext& context, const at::Tensor& x_bqh, const std::vector<at::Tensor>& inputs) const {
+  const int64_t b = x_bqh.size(0), q = x_bqh.size(1), s = inputs[kContext].size(1);
+  const at::Tensor& q_norm = context.parameter("self_attn.q_norm.weight");
+  const at::Tensor& k_norm = context.parameter("self_attn.k_norm.weight");
+  const auto heads = [&](const char* name, const at::Tensor& in, int64_t rows, int64_t count) {
+    return context.linear(name, in).view({b, rows, count, shape_.head_dim});
+  };
+  BlockAttention attention;
+  attention.query_bqne = context.ops().head_norm_rope(heads("self_attn.q_proj", x_bqh, q, shape_.heads), q_norm, inputs[kRowsCos],
+                                                      inputs[kRowsSin], shape_.eps);
+  attention.block_key_bqme = context.ops().head_norm_rope(heads("self_attn.k_proj", x_bqh, q, shape_.kv_heads), k_norm,
+                                                          inputs[kRowsCos], inputs[kRowsSin], shape_.eps);
+  attention.context_key_bsme = context.ops().head_norm_rope(heads("self_attn.k_proj", inputs[kContext], s, shape_.kv_heads), k_norm,
+                                                            inputs[kContextCos], inputs[kContextSin], shape_.eps);
+  attention.block_value_bqme = heads("self_attn.v_proj", x_bqh, q, shape_.kv_heads);
+  attention.context_value_bsme = heads("self_attn.v_proj", inputs[kContext], s, shape_.kv_heads);
+  attention.anchors_bw = inputs[kAnchors];
+  attention.keep_bw = inputs[kKeep];
+  attention.block_size = shape_.block_size;
+  attention.window_tokens = shape_.window_tokens;
+  attention.causal = shape_.causal;
+  attention.scale = 1.0 / std::sqrt(static_cast<double>(shape_.head_dim));
+  return context.linear("self_attn.o_proj", context.ops().block_attention(attention).view({b, q, shape_.heads * shape_.head_dim}));
+}
+
+std::vector<at::Tensor> ContextUnit::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
+  return {context.ops().rms_norm(context.linear("fc", inputs[0]), context.parameter("hidden_norm.weight"), eps_)};
+}
+
+std::vector<ParameterSpec> context_parameters(int64_t hidden, int64_t feature_columns, double init_std) {
+  return {{.name = "fc.weight", .shape = {hidden, feature_columns}, .init = Init::normal, .init_std = init_std},
+          {.name = "hidden_norm.weight", .shape = {hidden}, .init = Init::ones}};
+}
+
+Angles rope_angles(const at::Tensor& positions, const at::Tensor& inverse_frequencies, double attention_scaling) {
+  const at::Tensor angles = at::mul(positions.to(at::kFloat).unsqueeze(-1), inverse_frequencies);
+  Angles result{angles.cos(), angles.sin()};
+  if (attention_scaling != 1.0) {
+    result.cos.mul_(attention_scaling);
+    result.sin.mul_(attention_scaling);
+  }
+  return result;
+}
+
+}  // namespace sf::draft
