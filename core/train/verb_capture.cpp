@@ -1,0 +1,83 @@
+// The verb `capture`: the target's hidden states for the recipe's conversations, as far as the recipe's algorithm reads them.
+#include <vector>
+
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/model/capture.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/session.hpp"
+#include "core/train/verbs.hpp"
+
+namespace sf {
+namespace {
+
+struct Split {
+  const char* name;
+  const char* tokens_key;
+  const char* features_key;
+};
+
+constexpr Split kSplits[] = {{"train", "data.train_data_path", "data.hidden_states_path"},
+                             {"eval", "data.eval_data_path", "data.eval_hidden_states_path"}};
+
+}  // namespace
+
+Json capture(const EngineContext& context, const CaptureArguments& arguments) {
+  const Plan& plan = *context.plan;
+  const Description description = algorithm_of(context).describe(model_facts(plan));
+  std::vector<CapturedFeature> features;
+  for (const FeatureRead& read : description.reads) {
+    if (read.columns > 0 && !read.optional) {
+      features.push_back({.key = read.name, .layer_ids = read.layer_ids, .last_state = read.last_state});
+    }
+  }
+
+  Json json = Json::object();
+  bool any = false;
+  for (const Split& split : kSplits) {
+    const auto tokens = plan.get<std::filesystem::path>(split.tokens_key);
+    const auto output = plan.get<std::filesystem::path>(split.features_key);
+    if (arguments.split != "all" && arguments.split != split.name) {
+      continue;
+    }
+    if (tokens.empty() && arguments.split == "all") {
+      continue;
+    }
+    if (tokens.empty() || output.empty()) {
+      throw Error(ExitCode::kUsage, std::string("capturing the split '") + split.name + "' needs " + split.tokens_key + " and " + split.features_key,
+                  "set both in the recipe: token JSONL to read, and a folder to make");
+    }
+    any = true;
+    log_info("capture ({}): {} -> {}", split.name, tokens, output);
+    const CaptureResult result = capture_features({.target_folder = plan.get<std::filesystem::path>("model.target_model_path"),
+                                                   .tokens_path = tokens,
+                                                   .output = output,
+                                                   .features = features,
+                                                   .batch_size = plan.get<int64_t>("data.capture_batch_size"),
+                                                   .max_length = plan.get<int64_t>("data.max_length"),
+                                                   .shard_bytes = plan.get<int64_t>("data.shard_bytes"),
+                                                   .device = open_device(plan.get<std::string>("device")),
+                                                   .embedding_key = plan.get<std::string>("model.embedding_key"),
+                                                   .lm_head_key = plan.get<std::string>("model.lm_head_key"),
+                                                   .log = context.log,
+                                                   .stop_requested = context.stop_requested});
+    Json part = Json::object();
+    part.set("features", output.string()).set("records", result.manifest.records()).set("tokens", result.manifest.tokens());
+    part.set("fingerprint", result.manifest.fingerprint());
+    part.set("was_finished", result.was_finished).set("interrupted", result.interrupted);
+    part.set("samples_unsupervised", result.manifest.samples_unsupervised);
+    part.set("tokens_captured", result.tokens_captured).set("seconds", result.seconds);
+    json.set(split.name, std::move(part));
+    if (result.interrupted) {
+      json.set("interrupted", true);
+      break;
+    }
+  }
+  if (!any) {
+    throw Error(ExitCode::kUsage, "the recipe names no conversations to capture",
+                "set data.train_data_path and data.hidden_states_path (and the eval pair for held-out features)");
+  }
+  return json;
+}
+
+}  // namespace sf
