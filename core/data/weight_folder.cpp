@@ -116,6 +116,40 @@ const TensorView* WeightFolder::find_in_decoder(std::string_view name) const {
   return nullptr;
 }
 
+TargetTableViews find_target_tables(const WeightFolder& weights, const TargetConfig& config,
+                                    const TargetTableKeys& keys) {
+  const auto table = [&](const std::string& key, const char* option, const char* what) {
+    const TensorView* view = weights.find_in_decoder(key);
+    if (view == nullptr) {
+      const std::string near = did_you_mean(key, weights.names());
+      throw Error(ExitCode::kData, format("{}: the target has no {} '{}'", weights.folder(), what, key),
+                  format("name its tensor with {}{}", option,
+                         near.empty() ? "" : format("; did you mean '{}'?", near)));
+    }
+    const std::vector<int64_t> expected{config.vocab_size, config.hidden_size};
+    if (view->shape != expected) {
+      throw Error(ExitCode::kData,
+                  format("{}: '{}' has shape {}, but config.json says {} (vocab_size, hidden_size)",
+                         weights.folder(), view->name, view->shape, expected),
+                  "configuration and weights are of different models, or padded_vocab_size is missing");
+    }
+    if (!is_floating(view->dtype)) {
+      throw Error(ExitCode::kData, format("{}: '{}' is {}, a floating type expected", weights.folder(),
+                                          view->name, dtype_name(view->dtype)));
+    }
+    return view;
+  };
+  TargetTableViews views;
+  if (keys.wants_embedding || (keys.wants_head && config.tied_embeddings)) {
+    views.embedding = table(keys.embedding, "model.embedding_key", "embedding");
+  }
+  if (keys.wants_head) {
+    views.head = config.tied_embeddings ? views.embedding : table(keys.head, "model.lm_head_key", "head");
+  }
+  if (!keys.wants_embedding) views.embedding = nullptr;
+  return views;
+}
+
 std::string target_fingerprint(const Json& config, const WeightFolder& weights) {
   Json facts = config;
   for (const char* note : {"_name_or_path", "transformers_version", "architectures", "use_cache"})

@@ -14,6 +14,7 @@
 #include "sf/json.hpp"
 
 #include "core/data/safetensors.hpp"
+#include "core/data/target_config.hpp"
 
 namespace sf {
 
@@ -44,6 +45,25 @@ class WeightFolder {
   std::vector<SafetensorsFile> files_;
   std::map<std::string, const TensorView*, std::less<>> tensors_;
 };
+
+/// Where embedding and head of a target lie; what is not wanted stays null. With tied embeddings the head is
+/// the embedding.
+struct TargetTableViews {
+  const TensorView* embedding = nullptr;
+  const TensorView* head = nullptr;
+};
+
+struct TargetTableKeys {
+  std::string embedding = "model.embed_tokens.weight";
+  std::string head = "lm_head.weight";
+  bool wants_embedding = true;
+  bool wants_head = true;
+};
+
+/// Finds them and checks their shapes against the configuration. Throws sf::Error (data) with the option that
+/// names another key.
+[[nodiscard]] TargetTableViews find_target_tables(const WeightFolder& weights, const TargetConfig& config,
+                                                  const TargetTableKeys& keys);
 
 /// SHA-256 over the configuration (without the notes of the program that wrote it), every tensor's name, type
 /// and shape, and bytes from its start, middle and end: two targets differ in it when any tensor was trained

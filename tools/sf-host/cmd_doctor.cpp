@@ -1,11 +1,13 @@
 // sf-host doctor: is everything there that a run needs? Plugins, engine, device, disk; with a recipe also the
 // plan, target and features.
 #include <cstdio>
+#include <functional>
 #include <system_error>
 #include <vector>
 
 #include "core/base/file.hpp"
 #include "core/base/text.hpp"
+#include "core/data/inspect.hpp"
 #include "core/plan/print.hpp"
 #include "tools/sf-host/run_session.hpp"
 
@@ -46,26 +48,44 @@ std::vector<Finding> check_recipe(const Command& command) {
   }
   const Plan& plan = session.resolved();
   out.push_back({"plan", true, format("{} plugins", plan.stack.size())});
+  // Everything is read here, so that a fault of data is found before a run and not by it.
+  const auto read = [&](const std::string& what, const std::function<std::string()>& inspect) {
+    try {
+      out.push_back({what, true, inspect()});
+    } catch (const Error& error) {
+      out.push_back({what, false, error.hint().empty() ? error.what() : format("{} ({})", error.what(), error.hint()),
+                     error.code()});
+    }
+  };
   auto target = plan.get<fs::path>("model.target_model_path");
-  bool has_weights = false;
-  for (const fs::directory_entry& entry : fs::directory_iterator(target)) {
-    has_weights = has_weights || entry.path().extension() == ".safetensors";
+  std::string fingerprint;
+  std::int64_t vocab_size = 0;
+  read("target", [&] {
+    Json config = read_model_config(target);
+    vocab_size = target_config(config, (target / "config.json").string()).vocab_size;
+    fingerprint = target_fingerprint(config, WeightFolder::open(target));
+    return inspect_target(target, {.embedding = plan.get<std::string>("model.embedding_key"),
+                                   .head = plan.get<std::string>("model.lm_head_key")});
+  });
+  auto max_length = plan.get<std::int64_t>("data.max_length");
+  for (const char* key : {"data.train_data_path", "data.eval_data_path"}) {
+    auto path = plan.get<fs::path>(key);
+    if (!path.empty()) {
+      read(key, [&] { return inspect_tokens(path, vocab_size, max_length); });
+    }
   }
-  out.push_back({"target", has_weights,
-                 has_weights ? target.string() : format("\"{}\" has no .safetensors file", target),
-                 ExitCode::kData});
-  for (const char* key : {"data.train_data_path", "data.eval_data_path", "data.hidden_states_path",
-                          "data.eval_hidden_states_path"}) {
+  for (const char* key : {"data.hidden_states_path", "data.eval_hidden_states_path"}) {
     auto path = plan.get<fs::path>(key);
     std::error_code ignored;
-    if (!path.empty()) {
-      bool exists = fs::exists(path, ignored);
-      bool is_made_by_capture = std::string_view(key).find("hidden_states") != std::string_view::npos;
-      out.push_back({key, exists || is_made_by_capture,
-                     exists               ? path.string()
-                     : is_made_by_capture ? format("{} is not there yet; sf-host capture makes it", path)
-                                          : format("\"{}\" does not exist", path),
-                     ExitCode::kData});
+    if (!path.empty() && !fs::exists(path, ignored)) {
+      out.push_back({key, true, format("{} is not there yet; sf-host capture makes it", path)});
+    } else if (!path.empty()) {
+      read(key, [&] {
+        return inspect_features({.folder = path,
+                                 .vocab_size = vocab_size,
+                                 .max_length = max_length,
+                                 .target_fingerprint = fingerprint});
+      });
     }
   }
   auto output = plan.get<fs::path>("output_dir");
