@@ -196,7 +196,11 @@ class ManifestReader {
         for (const TomlNode& item : tables_of(entry)) {
           out.moved.push_back({text_of(item, "from"), text_of(item, "to"), text_of(item, "fix", false)});
         }
-      } else if (entry.key != "plugin" && entry.key != "options" && entry.key != "reads") {
+      } else if (entry.key == "reads") {
+        for (const TomlNode& item : tables_of(entry)) {
+          out.reads.push_back(read_tensor(item));
+        }
+      } else if (entry.key != "plugin" && entry.key != "options") {
         unknown(entry, {"plugin", "options", "rules", "reads"});
       }
     }
@@ -272,6 +276,18 @@ class ManifestReader {
       unknown(entry, {"name", "version", "kind", "summary", "homepage", "license", "provides", "wants",
                       "conflicts"});
     }
+  }
+
+  ReadTensor read_tensor(const TomlNode& table) {
+    ReadTensor out{text_of(table, "name"), text_of(table, "dtype"), text_of(table, "help"), {}};
+    for (const TomlEntry& entry : table.entries) {
+      if (entry.key == "shape") {
+        out.shape = as_texts(entry);
+      } else if (entry.key != "name" && entry.key != "dtype" && entry.key != "help") {
+        unknown(entry, {"name", "dtype", "shape", "help"});
+      }
+    }
+    return out;
   }
 
   void read_options(const TomlNode& options, Manifest& out) {

@@ -72,11 +72,18 @@ struct MovedKey {
   std::string from, to, fix;
 };
 
+/// What an algorithm reads from a record, for people; the exact needs come from the algorithm itself.
+struct ReadTensor {
+  std::string name, dtype, help;
+  std::vector<std::string> shape;  // "tokens", "3 * model.hidden_size"
+};
+
 struct Manifest {
   std::string name, version, kind, summary, homepage, license;
   std::vector<std::string> provides, wants, conflicts;
   std::vector<Option> options;
   std::vector<Rule> rules;
+  std::vector<ReadTensor> reads;
   std::vector<MovedKey> moved;  // host.toml alone
 };
 

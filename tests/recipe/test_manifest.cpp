@@ -88,3 +88,15 @@ TEST_CASE("manifest: rules are complete and test an option as its type allows") 
   std::string twice = "[[rules]]\nid = \"a\"\nmessage = \"m\"\nfix = \"f\"\nreject = true\n";
   CHECK(problems_of(option + twice + twice).find("two rules have the id") != std::string::npos);
 }
+
+TEST_CASE("manifest: what an algorithm reads is listed, and a misspelt field is found") {
+  Diagnostics problems;
+  auto manifest = parse_manifest(kHead +
+                                     "[[reads]]\nname = \"hidden_states\"\ndtype = \"bf16\"\nshape = "
+                                     "[\"tokens\", \"3 * model.hidden_size\"]\nhelp = \"layers\"\n",
+                                 "m", problems);
+  REQUIRE_MESSAGE(manifest, problems.text());
+  CHECK(manifest->reads[0].shape == std::vector<std::string>{"tokens", "3 * model.hidden_size"});
+  CHECK(problems_of(kHead + "[[reads]]\nname = \"x\"\ndtype = \"bf16\"\nshpe = []\nhelp = \"y\"\n")
+            .find("did you mean \"shape\"?") != std::string::npos);
+}

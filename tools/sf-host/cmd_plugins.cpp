@@ -83,6 +83,12 @@ std::string detail_text(const PluginFile& file) {
         out += format("  {}{}\n", padded(name, 10), join(*list, ", "));
       }
     }
+    if (!manifest.reads.empty()) {
+      out += "reads from each record\n";
+      for (const ReadTensor& read : manifest.reads) {
+        out += format("  {}  {} [{}]  {}\n", read.name, read.dtype, join(read.shape, ", "), read.help);
+      }
+    }
     if (!manifest.options.empty()) {
       out += "options\n" + options_help(manifest.options, 110);
     }
