@@ -289,7 +289,7 @@ struct BlockAttentionFunction : torch::autograd::Function<BlockAttentionFunction
 
     for_each_chunk(geometry, inputs, [&](const Chunk& chunk) {
       const at::Tensor grad = chunk.rows_by_head(grad_out);  // [b*m, rows*g, e]
-      const at::Tensor along = at::mul(grad, chunk.rows_by_head(out)).sum(-1, true, geometry.wide);
+      const at::Tensor along = at::mul(grad.to(geometry.wide), chunk.rows_by_head(out)).sum(-1, true);
       const at::Tensor lse = log_sum_exp.narrow(1, chunk.row_begin() * geometry.g, chunk.rows() * geometry.g).unsqueeze(-1);
 
       at::Tensor own = chunk.own_scores().sub_(lse).exp_();  // probabilities

@@ -1,0 +1,23 @@
+// tests/dflash2/naive_dflash.hpp: DFlash and DFlash2 written down once more, straight from their definition, over dense masks and all rows, with one
+// autograd graph. Slow, and sharing nothing with the plugin but the resolved configuration and its inverse frequencies.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <string>
+
+#include "plugins/algorithm/dflash2/dflash.hpp"
+#include "tests/dflash2/draft_run.hpp"
+
+namespace sf::testing {
+
+struct NaiveOutcome {
+  double loss = 0, denominator = 0, accuracy = 0, covered = 0, selector_loss = 0, acceptance_length = 0;
+  std::map<std::string, at::Tensor> gradients;
+};
+
+/// Everything in float64. `alpha` is the selector's factor. The acceptance length counts a greedy draft of every live block.
+[[nodiscard]] NaiveOutcome naive_dflash(const DflashConfig& config, const DflashOptions& options, const TinyProblem& problem, double alpha);
+
+}  // namespace sf::testing

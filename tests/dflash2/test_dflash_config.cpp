@@ -1,0 +1,162 @@
+#include <doctest/doctest.h>
+
+#include "plugins/algorithm/dflash2/dflash_config.hpp"
+#include "sf/error.hpp"
+#include "sf/json.hpp"
+#include "tests/dflash2/draft_run.hpp"
+
+using sf::DflashConfig;
+using sf::DflashOptions;
+using sf::Json;
+using sf::ModelFacts;
+using sf::testing::tiny_config;
+namespace draft = sf::draft;
+
+namespace {
+
+const char* const kTarget = R"({
+  "architectures": ["LlamaForCausalLM"], "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+  "num_key_value_heads": 3, "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 100000.0, "max_position_embeddings": 8192,
+  "hidden_act": "silu", "pad_token_id": 2, "eos_token_id": [2, 0]
+})";
+
+std::string refusal(const std::map<std::string, std::string>& edits, ModelFacts facts = {}) {
+  facts.draft_config_json = tiny_config(edits);
+  try {
+    (void)sf::resolve_dflash_config(facts, {});
+    return "";
+  } catch (const sf::Error& error) {
+    CHECK(error.code() == sf::ExitCode::kUsage);
+    CHECK(!error.hint().empty());
+    return error.what();
+  }
+}
+
+}  // namespace
+
+TEST_CASE("draft configuration: target layers are spread evenly, halves rounded to even") {
+  CHECK(draft::default_target_layers(36, 5) == std::vector<int64_t>{1, 9, 17, 25, 33});
+  CHECK(draft::default_target_layers(30, 1) == std::vector<int64_t>{15});
+  CHECK(draft::default_target_layers(13, 3) == std::vector<int64_t>{1, 6, 10});   // 5.5 goes to 6
+  CHECK(draft::default_target_layers(11, 3) == std::vector<int64_t>{1, 4, 8});    // 4.5 goes to 4
+}
+
+TEST_CASE("draft configuration: the mask token is the first that is named, and lies inside the embedding") {
+  draft::MaskTokenFacts facts{.pad_id = 2, .eos_id = 3, .unk_id = 4, .vocab_size = 100};
+  CHECK(draft::resolve_mask_token(facts) == 2);
+  facts.tokenizer_tokens = 100;
+  CHECK(draft::resolve_mask_token(facts) == 2);  // no free row behind the tokenizer's
+  facts.tokenizer_tokens = 90;
+  CHECK(draft::resolve_mask_token(facts) == 90);
+  facts.tokenizer_mask_id = 7;
+  CHECK(draft::resolve_mask_token(facts) == 7);
+  facts.config_id = 8;
+  CHECK(draft::resolve_mask_token(facts) == 8);
+  facts.explicit_id = 9;
+  CHECK(draft::resolve_mask_token(facts) == 9);
+  facts.explicit_id = 100;
+  CHECK_THROWS_AS((void)draft::resolve_mask_token(facts), sf::Error);
+  CHECK_THROWS_AS((void)draft::resolve_mask_token({.vocab_size = 100}), sf::Error);
+}
+
+TEST_CASE("draft configuration: one is made in the target's shape when none is given") {
+  ModelFacts facts;
+  facts.target_config_json = kTarget;
+  facts.draft_num_hidden_layers = 2;
+  facts.draft_block_size = 8;
+  const DflashConfig config = sf::resolve_dflash_config(facts, {});
+  CHECK(config.dflash2);
+  CHECK(config.block_size == 8);
+  CHECK(config.layers.layers == 2);
+  CHECK(config.layers.head_dim == 64);
+  CHECK(config.layers.rope.theta == 100000.0);
+  CHECK(config.target_layer_ids == std::vector<int64_t>{1, 27});
+  CHECK(config.mask_token_id == 2);
+  const Json written = Json::parse(config.json);
+  CHECK(written.at("architectures").at(size_t{0}).as_string() == "DFlash2DraftModel");
+  CHECK(written.at("dflash_config").at("selector_rank").as_int() == 256);
+  CHECK(written.at("dflash_config").at("block_size").as_int() == 8);
+  CHECK(written.at("block_size").as_int() == 8);
+  CHECK(written.at("num_target_layers").as_int() == 30);
+  CHECK(written.at("dtype").as_string() == "bfloat16");
+
+  // What was written is read as the same.
+  ModelFacts again;
+  again.draft_config_json = config.json;
+  CHECK(sf::resolve_dflash_config(again, {}).json == config.json);
+
+  DflashOptions plain;
+  plain.dflash2 = false;
+  facts.draft_num_hidden_layers = 0;
+  const DflashConfig small = sf::resolve_dflash_config(facts, plain);
+  CHECK(!small.dflash2);
+  CHECK(small.layers.layers == 1);
+  CHECK(small.target_layer_ids == std::vector<int64_t>{15});
+}
+
+TEST_CASE("draft configuration: the top level's block size wins, the recipe's over both, and both places say the same afterwards") {
+  ModelFacts facts;
+  facts.draft_config_json = tiny_config({{"dflash_config.block_size", "6"}});
+  DflashConfig config = sf::resolve_dflash_config(facts, {});
+  CHECK(config.block_size == 4);
+  CHECK(Json::parse(config.json).at("dflash_config").at("block_size").as_int() == 4);
+  facts.draft_config_json = tiny_config({{"block_size", ""}, {"dflash_config.block_size", "6"}});
+  CHECK(sf::resolve_dflash_config(facts, {}).block_size == 6);
+  facts.draft_block_size = 9;
+  CHECK(sf::resolve_dflash_config(facts, {}).block_size == 9);
+}
+
+TEST_CASE("draft configuration: sliding layers come from layer_types, else from use_sliding_window and max_window_layers") {
+  ModelFacts facts;
+  facts.draft_config_json = tiny_config({{"use_sliding_window", "false"}});
+  DflashConfig config = sf::resolve_dflash_config(facts, {});
+  CHECK(config.layers.sliding == std::vector<bool>{false, true});
+  CHECK(!config.layers.causal(0));
+  CHECK(config.layers.causal(1));
+  facts.draft_config_json = tiny_config({{"layer_types", ""}, {"use_sliding_window", "true"}, {"max_window_layers", "1"}});
+  CHECK(sf::resolve_dflash_config(facts, {}).layers.sliding == std::vector<bool>{false, true});
+  facts.draft_config_json = tiny_config({{"layer_types", ""}, {"use_sliding_window", "false"}});
+  CHECK(sf::resolve_dflash_config(facts, {}).layers.sliding == std::vector<bool>{false, false});
+  facts.draft_config_json = tiny_config({{"is_causal", "false"}});
+  config = sf::resolve_dflash_config(facts, {});
+  CHECK(!config.layers.causal(1));
+  CHECK(Json::parse(config.json).at("is_causal").as_bool() == false);
+}
+
+TEST_CASE("draft configuration: what can't be trained is refused with what was found and what to do") {
+  struct Row {
+    std::map<std::string, std::string> edits;
+    const char* says;
+  };
+  for (const Row& row : {
+           Row{{{"block_size", "1"}}, "block_size is 1"},
+           Row{{{"architectures", "[\"LlamaForCausalLM\"]"}}, "architecture is \"LlamaForCausalLM\""},
+           Row{{{"dflash_config.conv_kernel_size", "5"}}, "conv_kernel_size is 5"},
+           Row{{{"dflash_config.conv_kernel_size", ""}}, "conv_kernel_size is missing"},
+           Row{{{"dflash_config.conv_kernel_size", "true"}}, "an integer expected"},
+           Row{{{"dflash_config.conv_group_size", "5"}}, "does not divide hidden_size 16"},
+           Row{{{"dflash_config.selector_top_k", "41"}}, "selector_top_k is 41"},
+           Row{{{"dflash_config.selector_rank", "0"}}, "selector_rank is 0"},
+           Row{{{"dflash_config.target_layer_ids", "[2, 12]"}}, "target layer 12"},
+           Row{{{"layer_types", "[\"full_attention\"]"}}, "\"layer_types\" has 1 entries"},
+           Row{{{"layer_types", "[\"full_attention\", \"chunked\"]"}}, "\"chunked\""},
+           Row{{{"sliding_window", "null"}}, "sliding layer needs a positive number"},
+           Row{{{"hidden_act", "\"gelu\""}}, "only \"silu\""},
+           Row{{{"num_key_value_heads", "3"}}, "no multiple"},
+           Row{{{"dflash_config.mask_token_id", "40"}}, "outside the target's embedding"},
+           Row{{{"attention_dropout", "0.1"}}, "without dropout"},
+       }) {
+    CAPTURE(row.says);
+    const std::string text = refusal(row.edits);
+    CAPTURE(text);
+    CHECK(text.find(row.says) != std::string::npos);
+  }
+  // All that is wrong with the layers at once.
+  const std::string both = refusal({{"hidden_act", "\"gelu\""}, {"attention_dropout", "0.1"}});
+  CHECK(both.find("gelu") != std::string::npos);
+  CHECK(both.find("dropout") != std::string::npos);
+
+  ModelFacts other;
+  other.target_config_json = kTarget;
+  CHECK(refusal({}, other).find("hidden_size is 16, the target's 576") != std::string::npos);
+}
