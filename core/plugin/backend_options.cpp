@@ -89,19 +89,22 @@ std::int64_t BackendOptions::effect(const std::string& name) const {
   return entries_.at(name).effect;
 }
 
-void BackendOptions::check(Diagnostics& problems) const {
+void BackendOptions::check_claims(Diagnostics& problems) const {
   for (const auto& [name, entry] : entries_) {
-    if (!entry.value.is_set) {
-      continue;
-    }
-    if (!entry.is_claimed) {
+    if (entry.value.is_set && !entry.is_claimed) {
       problems.error(
           {.id = "plugin/option-unclaimed",
            .message = format("{} was asked for, but plugin \"{}\" never read it", entry.key, plugin_),
            .place = entry.value.place,
            .why = "an option that nobody reads would be lost in silence",
            .fix = "remove the key, or report this to the plugin's authors"});
-    } else if (entry.effect == 0) {
+    }
+  }
+}
+
+void BackendOptions::check_effects(Diagnostics& problems) const {
+  for (const auto& [name, entry] : entries_) {
+    if (entry.value.is_set && entry.effect == 0) {
       problems.error(
           {.id = "plugin/option-no-effect",
            .message = format("{} was asked for, but nothing in this model is changed by it", entry.key),

@@ -26,9 +26,10 @@ class BackendOptions {
   /// For the plugin; valid as long as this object.
   [[nodiscard]] const sf_options* table() const { return &table_; }
 
-  /// plugin/option-unclaimed for each option that was set and never read; plugin/option-no-effect for each
-  /// that was set and for which only zeros were reported.
-  void check(Diagnostics& problems) const;
+  /// plugin/option-unclaimed for each option that was set and never read.
+  void check_claims(Diagnostics& problems) const;
+  /// plugin/option-no-effect for each that was set and for which only zeros were reported.
+  void check_effects(Diagnostics& problems) const;
 
   [[nodiscard]] bool is_claimed(const std::string& name) const;
   /// -1: nothing was reported.

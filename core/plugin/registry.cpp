@@ -73,9 +73,15 @@ bool PluginRegistry::start(Diagnostics& problems) {
   return true;
 }
 
-void PluginRegistry::check_options(Diagnostics& problems) const {
+void PluginRegistry::check_claims(Diagnostics& problems) const {
   for (const Entry& entry : entries_) {
-    entry.options->check(problems);
+    entry.options->check_claims(problems);
+  }
+}
+
+void PluginRegistry::check_effects(Diagnostics& problems) const {
+  for (const Entry& entry : entries_) {
+    entry.options->check_effects(problems);
   }
 }
 

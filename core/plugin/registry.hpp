@@ -39,8 +39,10 @@ class PluginRegistry {
   bool create(Diagnostics& problems);
   /// Starts all, in order. Problem: plugin/start-failed.
   bool start(Diagnostics& problems);
-  /// Claims and effects of all options that were set.
-  void check_options(Diagnostics& problems) const;
+  /// plugin/option-unclaimed, once all are started.
+  void check_claims(Diagnostics& problems) const;
+  /// plugin/option-no-effect, once the stack is built.
+  void check_effects(Diagnostics& problems) const;
   /// Stops what was started (a failed start included) and destroys what was created, in reverse. A failing
   /// stop is logged. Once is enough.
   void close();

@@ -43,6 +43,7 @@ __asm__(
   if(TARGET Sf::sdk)
     target_link_libraries(${name} PRIVATE Sf::sdk)
   endif()
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})   # includes are written from the root of the author's project
   target_link_libraries(${name} PRIVATE ${arg_LINK})
   set(variant "")
   if(arg_TIER STREQUAL torch_cxx)

@@ -150,6 +150,7 @@ TEST_CASE(
   for (const char* folder : {"recipe", "plugin", "plan"}) {
     sources += sources_below(repository() / "core" / folder);
   }
+  sources += sources_below(repository() / "tools" / "sf-host");
   std::string tests = sources_below(SF_TEST_DATA);
   std::vector<std::string> listed;
   for (const ProblemKind& kind : problem_kinds()) {

@@ -58,7 +58,8 @@ TEST_CASE("life: a plugin reads its options, finds a service, and sees create, s
   Life life({"plugin.fake_ok.threads=3", "plugin.fake_ok.label=\"hello\"", "plugin.fake_ok.lengths=[7, 8]"});
   REQUIRE_MESSAGE(life.registry.create(life.problems), life.problems.text());
   REQUIRE(life.registry.start(life.problems));
-  life.registry.check_options(life.problems);
+  life.registry.check_claims(life.problems);
+  life.registry.check_effects(life.problems);
   CHECK_MESSAGE(life.problems.all().empty(), life.problems.text());
   life.registry.close();
   life.registry.close();  // once is enough, twice is harmless
@@ -108,7 +109,8 @@ TEST_CASE(
 TEST_CASE("life: an option that was set and never read, or had no effect, is an error; a default is not") {
   Life life({"plugin.fake_ok.unread=true", "plugin.fake_ok.convert=true"});
   REQUIRE(life.registry.create(life.problems));
-  life.registry.check_options(life.problems);
+  life.registry.check_claims(life.problems);
+  life.registry.check_effects(life.problems);
   CHECK(life.problems.error_count() == 2);
   CHECK(life.problems.contains("plugin/option-unclaimed"));
   CHECK(life.problems.contains("plugin/option-no-effect"));

@@ -119,10 +119,30 @@ bool RunSession::plan(bool will_run) {
   if (!resolution_->plan) {
     return refuse(resolution_->problems, resolution_->code);
   }
+  Diagnostics unused;
+  for (const StackMember& member : resolution_->stack.members) {
+    if (member.file != nullptr && member.slot != "algorithm" && member.slot != "sharding") {
+      unused.error(
+          {.id = "plugin/no-place",
+           .message = format("the engine of this version has no place for plugins of kind {} yet: \"{}\"",
+                             member.slot, member.name),
+           .place = {},
+           .file = member.file->describe(),
+           .why = "it would be created and never called, and what it was asked for would be lost in silence",
+           .fix = format("take it out of {}", member.key)});
+    }
+  }
+  if (unused.has_errors()) {
+    return refuse(unused, ExitCode::kPlugin);
+  }
   return true;
 }
 
 bool RunSession::open(bool start) {
+  bool shows_plan = command_.verb == "train" || command_.verb == "plan";  // these print the warnings with it
+  if (!shows_plan && !command_.json) {
+    std::fputs(resolved().warnings.text().c_str(), stderr);
+  }
   engine_ = &open_engine();
   Diagnostics problems;
   HostServices services{.find = [this](std::string_view id) { return engine_->service(id); },
@@ -152,7 +172,7 @@ bool RunSession::open(bool start) {
     return refuse(problems, ExitCode::kPlugin);
   }
   if (start) {
-    registry_.check_options(problems);
+    registry_.check_claims(problems);
     if (problems.has_errors()) {
       return refuse(problems, ExitCode::kPlugin);
     }
@@ -175,7 +195,7 @@ bool RunSession::open(bool start) {
 
 bool RunSession::check_effects() {
   Diagnostics problems;
-  registry_.check_options(problems);
+  registry_.check_effects(problems);
   return problems.has_errors() ? refuse(problems, ExitCode::kPlugin) : true;
 }
 
