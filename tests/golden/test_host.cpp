@@ -122,6 +122,62 @@ TEST_CASE("sf-host: the schema is JSON, or Markdown when asked") {
   CHECK(run_host("schema --markdown" + kPlugins).out.find("### [training]") != std::string::npos);
 }
 
+TEST_CASE("sf-host: doctor reads target, conversations and features whole, and says what is wrong with them") {
+  const std::string data = std::string(SF_TEST_DATA) + "/";
+  struct Row {
+    const char* name;
+    std::string set;    // what replaces good data
+    const char* check;  // the line that answers
+    bool is_fine;
+    const char* text;   // part of it
+  };
+  const fs::path scratch = fs::temp_directory_path() / ("sf-doctor-" + std::to_string(getpid()));
+  fs::create_directories(scratch / "empty");
+  atomic_write(scratch / "good.jsonl", "{\"input_ids\": [1, 2, 3], \"loss_mask\": [0, 1, 1]}\n");
+  atomic_write(scratch / "bad.jsonl", "{\"input_ids\": [1, 2, 999], \"loss_mask\": [0, 1, 1]}\n{\"input_ids\": [1]}\n");
+  atomic_write(scratch / "unsupervised.jsonl", "{\"input_ids\": [1, 2, 3], \"loss_mask\": [1, 0, 1]}\n");
+  fs::create_directories(scratch / "no_weights");
+  fs::copy(data + "parity/golden/target_qwen3/config.json", scratch / "no_weights" / "config.json");
+  fs::create_directories(scratch / "cut");
+  atomic_write(scratch / "cut" / "data_0.ckpt", read_file(data + "data/features_eagle3/data_0.ckpt").substr(0, 20000));
+  const Row rows[] = {
+      {"good target", "", "target", true, "qwen3, 6 layers, hidden size 64, 320 tokens"},
+      {"good tokens", "", "data.train_data_path", true, "1 samples, 3 tokens, 2 supervised (66 %), longest 3"},
+      {"good features", "", "data.hidden_states_path", true, "6 records, 234 tokens, hidden_state 64 (BF16)"},
+      {"no weights", "model.target_model_path=" + (scratch / "no_weights").string(), "target", false,
+       "there is no model.safetensors and no model.safetensors.index.json"},
+      {"broken lines", "data.train_data_path=" + (scratch / "bad.jsonl").string(), "data.train_data_path", false,
+       "2 of 2 lines can't be used"},
+      {"nothing supervised", "data.train_data_path=" + (scratch / "unsupervised.jsonl").string(), "data.train_data_path",
+       false, "none of its 1 samples has two neighbouring supervised tokens"},
+      {"empty folder", "data.hidden_states_path=" + (scratch / "empty").string(), "data.hidden_states_path", false,
+       "there are no features in this folder"},
+      {"truncated file", "data.hidden_states_path=" + (scratch / "cut").string(), "data.hidden_states_path", false,
+       "data_0.ckpt: truncated: the zip archive has no directory at its end"},
+      {"not captured yet", "data.hidden_states_path=" + (scratch / "none").string(), "data.hidden_states_path", true,
+       "is not there yet; sf-host capture makes it"},
+  };
+  for (const Row& row : rows) {
+    CAPTURE(row.name);
+    Answer answer = run_host("doctor " + kRecipes + "good.toml --json" + kPlugins + "--set model.target_model_path=" + data +
+                             "parity/golden/target_qwen3 --set data.train_data_path=" + (scratch / "good.jsonl").string() +
+                             " --set data.hidden_states_path=" + data + "data/features_eagle3" +
+                             (row.set.empty() ? "" : " --set " + row.set) + " 2>/dev/null");
+    CAPTURE(answer.out);
+    Json findings = Json::parse(answer.out);
+    bool found = false;
+    for (const Json& finding : findings.items()) {
+      if (finding.at("check").as_string() != row.check) continue;
+      found = true;
+      CHECK(finding.at("fine").as_bool() == row.is_fine);
+      CHECK(finding.at("text").as_string().find(row.text) != std::string::npos);
+    }
+    CHECK(found);
+    if (!row.is_fine) CHECK(answer.code != 0);
+  }
+  fs::remove_all(scratch);
+}
+
 TEST_CASE("sf-host: what needs no tensors answers in a moment") {
   // 200 ms is the promise; the best of five, as other work may run on this machine.
   for (const std::string& arguments :
