@@ -6,6 +6,7 @@
 #include "core/kernels/head_objective.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/row_statistics.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
@@ -22,64 +23,6 @@ namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-constexpr int64_t kGroupColumns = 64;
-
-// Maxima of groups of neighbouring columns, [r, v / 64]; what is left over (fewer than 64 columns) stays outside.
-at::Tensor group_maxima(const at::Tensor& rows_rv) {
-  const int64_t groups = rows_rv.size(1) / kGroupColumns;
-  return rows_rv.narrow(1, 0, groups * kGroupColumns).view({rows_rv.size(0), groups, kGroupColumns}).amax(-1);
-}
-
-struct RowMaxima {
-  at::Tensor groups;        // [r, v / 64]; undefined when one group would be the whole row
-  at::Tensor value, column;  // [r]
-};
-
-RowMaxima find_maxima(const at::Tensor& rows_rv) {
-  const int64_t v = rows_rv.size(1);
-  const int64_t groups = v / kGroupColumns;
-  if (groups < 2) {
-    const at::Tensor column = rows_rv.argmax(1);
-    return {{}, rows_rv.gather(1, column.unsqueeze(1)).squeeze(1), column};
-  }
-  RowMaxima result;
-  result.groups = group_maxima(rows_rv);
-  const at::Tensor group = result.groups.argmax(1, true);  // [r, 1], the lowest among equals
-  const at::Tensor columns = at::add(group.mul(kGroupColumns), at::arange(kGroupColumns, group.options()));
-  const at::Tensor inside = rows_rv.gather(1, columns).argmax(1, true);
-  at::Tensor column = at::add(group.mul(kGroupColumns), inside);
-  at::Tensor value = rows_rv.gather(1, column);
-  const int64_t rest = v - groups * kGroupColumns;
-  if (rest > 0) {
-    const at::Tensor tail = rows_rv.narrow(1, v - rest, rest);
-    const at::Tensor tail_column = tail.argmax(1, true);
-    const at::Tensor tail_value = tail.gather(1, tail_column);
-    const at::Tensor better = at::gt(tail_value, value);
-    column = at::where(better, tail_column + (v - rest), column);
-    value = at::where(better, tail_value, value);
-  }
-  result.value = value.squeeze(1);
-  result.column = column.squeeze(1);
-  return result;
-}
-
-std::pair<at::Tensor, at::Tensor> find_largest(const at::Tensor& rows_rv, const at::Tensor& groups_rg, int64_t k) {
-  const int64_t v = rows_rv.size(1);
-  if (!groups_rg.defined() || groups_rg.size(1) <= 2 * k) {
-    const auto [values, columns] = rows_rv.topk(k, 1);
-    return {values, columns};
-  }
-  // The k largest lie in the k groups with the largest maxima, or in the rest.
-  const at::Tensor groups = std::get<1>(groups_rg.topk(k, 1, /*largest=*/true, /*sorted=*/false));
-  at::Tensor columns = at::add(groups.mul(kGroupColumns).unsqueeze(-1), at::arange(kGroupColumns, groups.options())).flatten(1);
-  const int64_t rest = v - groups_rg.size(1) * kGroupColumns;
-  if (rest > 0) {
-    columns = at::cat({columns, at::arange(v - rest, v, columns.options()).expand({rows_rv.size(0), rest})}, 1);
-  }
-  const auto [values, places] = rows_rv.gather(1, columns).topk(k, 1);
-  return {values, columns.gather(1, places)};
-}
 
 bool is_plain(const HeadObjective& objective) { return objective.logit_multiplier == 1.0 && objective.softcap <= 0; }
 
@@ -104,16 +47,16 @@ void transform_backward(at::Tensor& gradient, const at::Tensor& u, const HeadObj
   }
 }
 
-// Memory that chunks share: logits, and probabilities when they cannot take the logits' place.
+// Memory that chunks share: logits, and exponentials (or probabilities) when they cannot take the logits' place.
 struct Buffers {
-  at::Tensor logits, probabilities;
+  at::Tensor logits, exponentials;
 
   Buffers(const HeadObjective& objective, int64_t chunk_rows) {
     const int64_t v = objective.head_vh.size(0);
     logits = at::empty({chunk_rows, v}, objective.hidden_rh.options().requires_grad(false));
     const at::ScalarType type = wide_type(logits.scalar_type());
     const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu();
-    probabilities = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
+    exponentials = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
   }
 };
 
@@ -140,20 +83,28 @@ class ChunkPass {
     rows.row_begin = begin;
     rows.row_end = end;
     rows.hidden_rh = hidden;
-    const RowMaxima maxima = find_maxima(u);
-    rows.argmax_r = maxima.column;
+    const RowMaxima maxima = find_maxima(u, objective_.top_k);
+    rows.argmax_r = maxima.column_r;
     pick_candidates(u, maxima, label, begin, rows);
     const at::Tensor label_value = u.gather(1, label).squeeze(1);
-
-    // The largest probability is at least 1 / v, so its logarithm is exact enough to give the log-sum-exp.
-    at::Tensor probabilities = buffers.probabilities.narrow(0, 0, end - begin);
-    at::_softmax_out(probabilities, u, 1, /*half_to_float=*/false);
-    const at::Tensor largest = probabilities.gather(1, maxima.column.unsqueeze(1)).squeeze(1);
-    const at::Tensor log_sum_exp = at::sub(maxima.value, largest.log());
-    rows.nll_r = at::sub(log_sum_exp, label_value).clamp_min_(0).to(at::kFloat);
+    at::Tensor exponentials = buffers.exponentials.narrow(0, 0, end - begin);
+    at::Tensor sum;  // of each row of exponentials; undefined when it is 1
+    at::Tensor log_sum_exp;
+    if (has_row_loops(u)) {
+      if (exponentials.const_data_ptr() != u.const_data_ptr()) {
+        exponentials.copy_(u);
+      }
+      sum = exponentiate_rows(exponentials, maxima.value_r);
+      log_sum_exp = at::add(maxima.value_r, sum.log());
+    } else {
+      // The largest probability is at least 1 / v, so its logarithm is exact enough to give the log-sum-exp.
+      at::_softmax_out(exponentials, u, 1, /*half_to_float=*/false);
+      log_sum_exp = at::sub(maxima.value_r, exponentials.gather(1, maxima.column_r.unsqueeze(1)).squeeze(1).log());
+    }
     rows.log_sum_exp_r = log_sum_exp.to(at::kFloat);
-    if (u.scalar_type() == at::kDouble) {  // float64 inputs stay float64, for tests by finite differences
-      rows.nll_r = at::sub(log_sum_exp, label_value);
+    rows.nll_r = at::sub(log_sum_exp, label_value);
+    if (u.scalar_type() != at::kDouble) {  // float64 inputs stay as they are, for tests by finite differences
+      rows.nll_r = rows.nll_r.clamp_min_(0);
     }
 
     if (objective_.candidate_table_vx.defined()) {
@@ -165,7 +116,7 @@ class ChunkPass {
     if (!wants_gradient_) {
       return loss_(rows).detach();
     }
-    return differentiate(rows, u, label, probabilities, gradients);
+    return differentiate(rows, u, label, exponentials, sum, gradients);
   }
 
  private:
@@ -174,7 +125,8 @@ class ChunkPass {
     if (k == 0) {
       return;
     }
-    std::tie(rows.top_values_rk, rows.top_ids_rk) = find_largest(u, maxima.groups, k);
+    rows.top_values_rk = maxima.top_values_rk;
+    rows.top_ids_rk = maxima.top_columns_rk;
     rows.last_value_r = rows.top_values_rk.select(1, k - 1).clone();
     rows.last_id_r = rows.top_ids_rk.select(1, k - 1).clone();
     if (objective_.must_include_r.defined()) {
@@ -187,8 +139,8 @@ class ChunkPass {
     }
   }
 
-  at::Tensor differentiate(HeadRows& rows, const at::Tensor& u, const at::Tensor& label, at::Tensor& probabilities,
-                           ChunkGradients& gradients) const {
+  at::Tensor differentiate(HeadRows& rows, const at::Tensor& u, const at::Tensor& label, at::Tensor& exponentials,
+                           const at::Tensor& sum, ChunkGradients& gradients) const {
     at::Tensor value;
     variable_list found;
     size_t table_place = 0, first_parameter = 0;
@@ -225,10 +177,10 @@ class ChunkPass {
 
     const at::Tensor& grad_nll = found[1];
     const at::Tensor grad_top = objective_.top_k > 0 ? found[2] : at::Tensor();
-    at::Tensor& grad_logits = probabilities;
+    at::Tensor& grad_logits = exponentials;
     if (grad_nll.defined()) {
       const at::Tensor factor = grad_nll.to(grad_logits.scalar_type()).unsqueeze(1);
-      grad_logits.mul_(factor);
+      grad_logits.mul_(sum.defined() ? at::div(factor, sum.unsqueeze(1)) : factor);
       grad_logits.scatter_add_(1, label, at::neg(factor));
     } else {
       grad_logits.zero_();
@@ -329,15 +281,6 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
 };
 
 }  // namespace
-
-std::pair<at::Tensor, at::Tensor> largest_of_rows(const at::Tensor& rows_rv, int64_t k) {
-  return find_largest(rows_rv, rows_rv.size(1) / kGroupColumns < 2 ? at::Tensor() : group_maxima(rows_rv), k);
-}
-
-std::pair<at::Tensor, at::Tensor> maximum_of_rows(const at::Tensor& rows_rv) {
-  const RowMaxima maxima = find_maxima(rows_rv);
-  return {maxima.value, maxima.column};
-}
 
 at::Tensor head_objective(const HeadObjective& objective, const RowLoss& loss) {
   SF_CHECK(objective.hidden_rh.dim() == 2 && objective.head_vh.dim() == 2, "head_objective takes hidden [r, h] and head [v, h], found {} and {}",

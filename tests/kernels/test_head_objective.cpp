@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include "core/kernels/head_objective.hpp"
+#include "core/kernels/row_statistics.hpp"
 #include "tests/kernels/finite_difference.hpp"
 
 #include <cmath>
@@ -145,21 +146,59 @@ TEST_CASE("head objective: bfloat16 logits lose about what bfloat16 loses") {
   CHECK(relative_distance(torch::autograd::grad({found}, {objective.hidden_rh})[0].to(at::kDouble), expected_gradient) < 0.02);
 }
 
-TEST_CASE("head objective: groups of columns find the same largest elements as a full sort, the lowest column among equals") {
+TEST_CASE("row statistics: loops and ATen calls find what a full sort finds, the lowest column among equals") {
   at::manual_seed(26);
-  at::Tensor rows = at::randn({20, 64 * 30 + 5}, at::kFloat);
-  for (const int64_t k : {1, 5, 14}) {
-    CAPTURE(k);
-    const auto [values, columns] = sf::largest_of_rows(rows, k);
-    const auto [expected, expected_columns] = rows.topk(k, 1);
-    CHECK(at::equal(values, expected));
-    CHECK(at::equal(columns, expected_columns));
+  for (const int64_t v : {64 * 30 + 5, 4096, 130, 40}) {
+    CAPTURE(v);
+    const at::Tensor rows = at::randn({20, v}, at::kFloat);
+    REQUIRE(sf::has_row_loops(rows));
+    for (const int64_t k : {0, 1, 5, 14}) {
+      CAPTURE(k);
+      for (const auto& found : {sf::find_maxima(rows, k), sf::find_maxima_aten(rows, k)}) {
+        CHECK(at::equal(found.column_r, rows.argmax(1)));
+        CHECK(at::equal(found.value_r, rows.amax(1)));
+        if (k > 0) {
+          const auto [expected, columns] = rows.topk(k, 1);
+          CHECK(at::equal(found.top_values_rk, expected));
+          CHECK(at::equal(found.top_columns_rk, columns));
+        }
+      }
+    }
   }
-  rows.zero_();
+  at::Tensor rows = at::zeros({3, 64 * 30 + 5});
   rows[0][700] = rows[0][701] = rows[0][1900] = 2;  // equals in one group and in another
   rows[1][64 * 30 + 2] = 3;                         // in the rest
-  const at::Tensor lowest = sf::maximum_of_rows(rows).second;
-  CHECK(lowest[0].item<int64_t>() == 700);
-  CHECK(lowest[1].item<int64_t>() == 64 * 30 + 2);
-  CHECK(lowest[2].item<int64_t>() == 0);
+  for (const auto& found : {sf::find_maxima(rows, 3), sf::find_maxima_aten(rows, 3)}) {
+    CHECK(found.column_r[0].item<int64_t>() == 700);
+    CHECK(found.column_r[1].item<int64_t>() == 64 * 30 + 2);
+    CHECK(found.column_r[2].item<int64_t>() == 0);
+    CHECK(at::equal(found.top_values_rk[0], at::full({3}, 2.0f)));
+  }
+}
+
+TEST_CASE("row statistics: exponentials and their sums are those of float64, far below the largest too") {
+  at::manual_seed(27);
+  for (const int64_t v : {1000, 4096 + 7, 5}) {
+    CAPTURE(v);
+    at::Tensor rows = at::randn({6, v}, at::kFloat).mul(20);
+    rows[1].fill_(3);
+    rows[2][0] = 500;  // everything else underflows
+    const at::Tensor largest = rows.amax(1);
+    const at::Tensor expected = at::exp(at::sub(rows, largest.unsqueeze(1)).to(at::kDouble));
+    const at::Tensor sums = sf::exponentiate_rows(rows, largest);
+    const at::Tensor error = (rows.to(at::kDouble) - expected).abs() / expected.clamp_min(1e-37);
+    CHECK(at::where(at::gt(expected, 2e-38), error, at::zeros_like(error)).max().item<double>() < 3e-7);
+    CHECK(at::where(at::gt(expected, 2e-38), at::zeros_like(rows), rows).max().item<double>() < 2e-38);
+    CHECK(((sums.to(at::kDouble) - expected.sum(1)).abs() / expected.sum(1)).max().item<double>() < 5e-7);
+  }
+}
+
+TEST_CASE("head objective: NaN in a row's hidden state makes the loss NaN and ends nothing early") {
+  at::manual_seed(28);
+  HeadObjective objective = example(4, 8, 64 * 5, at::kFloat);
+  objective.top_k = 3;
+  objective.hidden_rh[2][1] = std::nan("");
+  objective.hidden_rh = objective.hidden_rh.requires_grad_();
+  const at::Tensor loss = sf::head_objective(objective, [](const HeadRows& rows) { return rows.nll_r.sum(); });
+  CHECK(std::isnan(loss.item<double>()));
 }
