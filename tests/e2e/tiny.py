@@ -17,7 +17,7 @@ import tempfile
 import time
 import traceback
 
-BUILD, TESTS = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
+BUILD, TESTS = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
 HOST = BUILD / "bin" / "sf-host"
 TARGET = TESTS / "parity" / "golden" / "target_qwen3"
 

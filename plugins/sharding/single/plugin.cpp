@@ -1,6 +1,6 @@
 #include <string_view>
 
-#include "plugins/sharding/single/single.hpp"
+#include "single.hpp"
 #include "sf/plugin.hpp"
 
 namespace {

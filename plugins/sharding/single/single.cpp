@@ -1,4 +1,4 @@
-#include "plugins/sharding/single/single.hpp"
+#include "single.hpp"
 
 #include <ATen/ATen.h>
 
