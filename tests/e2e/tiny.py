@@ -21,6 +21,8 @@ BUILD, TESTS = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).re
 HOST = BUILD / "bin" / "sf-host"
 TARGET = TESTS / "parity" / "golden" / "target_qwen3"
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # tiny products gain nothing from threads, and wait for each other on a busy machine
+
 RECIPE = """
 run_id = "tiny"
 output_dir = "out"
@@ -87,7 +89,7 @@ class Work:
         (self.path / "recipe.toml").write_text(RECIPE.format(steps=steps, target=target))
 
     def host(self, verb, *arguments, code=0, recipe="recipe.toml"):
-        done = subprocess.run([HOST, verb, self.path / recipe, *arguments], cwd=self.path, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([HOST, verb, self.path / recipe, *arguments], cwd=self.path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
         assert done.returncode == code, f"sf-host {verb} {arguments}: exit {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
         return done
 
@@ -95,7 +97,7 @@ class Work:
         return json.loads(self.host(verb, *arguments, "--json", **options).stdout)
 
     def start(self, *arguments):
-        return subprocess.Popen([HOST, "train", self.path / "recipe.toml", *arguments], cwd=self.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen([HOST, "train", self.path / "recipe.toml", *arguments], cwd=self.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
     @property
     def run(self):
