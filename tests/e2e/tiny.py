@@ -48,7 +48,7 @@ num_epochs = 1000
 max_steps = {steps}
 batch_size = 2
 accumulation_steps = 2
-learning_rate = 3e-3
+learning_rate = 1e-2
 warmup_ratio = 0.1
 save_interval = 7
 log_interval = 1
@@ -133,19 +133,21 @@ def expect(text, *parts):
 
 
 def from_conversations_to_an_export():
-    work = Work(steps=60)
+    work = Work(steps=150)
     plan = work.host("plan").stdout
     expect(plan, "dflash2", "single", "training.batch_size")
     captured = work.json("capture")
     assert captured["train"]["records"] == 24 and captured["eval"]["records"] == 6
     again = work.json("capture")
     assert again["train"]["was_finished"], "a finished capture is recognised"
-    before = work.json("eval", "--checkpoint", "untrained")
+    seen = ("--features", work.path / "features" / "train")  # random weights teach little about unseen text: that is test_tiny_recipe's
+    before = work.json("eval", "--checkpoint", "untrained", *seen)
     trained = work.json("train")
-    assert trained["updates"] == 60 and not trained["interrupted"]
+    assert trained["updates"] == 150 and not trained["interrupted"]
+    after = work.json("eval", "--checkpoint", "auto", *seen)
+    assert after["loss"] < before["loss"] - 1.0, (before["loss"], after["loss"])
+    assert after["acceptance_length"] > before["acceptance_length"] + 0.3, (before["acceptance_length"], after["acceptance_length"])
     after = work.json("eval", "--checkpoint", "auto")
-    assert after["loss"] < before["loss"] - 0.3, (before["loss"], after["loss"])
-    assert after["acceptance_length"] > before["acceptance_length"]
     assert 1.0 <= after["bigram_acceptance_length"] <= 4.0
     work.json("export", "--output", work.path / "export")
     config = json.loads((work.path / "export" / "config.json").read_text())
