@@ -1,6 +1,10 @@
 #include <doctest/doctest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -350,4 +354,44 @@ TEST_CASE("feature folder: two captures do not write to one folder") {
   CHECK(error_of([&] {
           FeatureFolder second(scratch.path(), {}, {});
         }).ends_with(": another capture is writing to this folder"));
+}
+
+TEST_CASE("feature shard: a disk that fills up ends with exit code 4, and what was finished stays whole") {
+  // A child with a limit on the size of files stands for a full disk: writing beyond it fails in the same calls.
+  const Scratch scratch;
+  const pid_t child = fork();
+  if (child == 0) {
+    signal(SIGXFSZ, SIG_IGN);
+    int code = 0;
+    try {
+      const auto samples = make_samples(40);
+      FeatureManifest wanted;
+      wanted.features = {{.key = "x", .dtype = Dtype::kF32, .width = kWidth, .layer_ids = {0}}};
+      FeatureFolder folder(scratch.path() / "f", wanted, plan_shards(wanted.features, samples, 4000));
+      for (size_t i = 0; i < folder.plan().size(); ++i) {
+        if (i == 2) {
+          const rlimit limit{1000, RLIM_INFINITY};
+          setrlimit(RLIMIT_FSIZE, &limit);
+        }
+        const ShardPlan& shard = folder.plan()[i];
+        ShardWriter writer(folder.shard_path(i), wanted.features,
+                           std::span(samples).subspan(static_cast<size_t>(shard.first_sample), static_cast<size_t>(shard.samples)),
+                           shard.first_sample, "x");
+        folder.add(i, writer.finish());
+      }
+    } catch (const Error& error) {
+      code = static_cast<int>(error.code());
+    } catch (...) {
+      code = 99;
+    }
+    _exit(code);
+  }
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK(WEXITSTATUS(status) == 4);
+  const FeatureManifest left = FeatureManifest::read(scratch.path() / "f" / "capture.json");
+  CHECK(left.shards.size() == 2);
+  for (const FeatureShard& shard : left.shards) CHECK(sha256_file(scratch.path() / "f" / shard.file) == shard.sha256);
+  CHECK_FALSE(std::filesystem::exists(scratch.path() / "f" / "shard-00002.safetensors"));
+  CHECK_FALSE(std::filesystem::exists(scratch.path() / "f" / "shard-00002.safetensors.part"));
 }

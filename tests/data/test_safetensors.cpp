@@ -143,3 +143,25 @@ TEST_CASE("safetensors: a full disk is an error of its own kind and leaves nothi
   }
   CHECK_FALSE(std::filesystem::exists(path));
 }
+
+TEST_CASE("safetensors: every truncation is refused and no damaged byte of the header is a crash") {
+  const Scratch scratch;
+  const std::vector<float> values(12, 1);
+  write_safetensors(scratch.path() / "whole",
+                    {{"a", Dtype::kF32, {3, 4}, std::as_bytes(std::span(values)), nullptr},
+                     {"b", Dtype::kBF16, {2}, std::as_bytes(std::span(values)).first(4), nullptr}},
+                    {{"format", "pt"}});
+  const std::string whole = read_file(scratch.path() / "whole");
+  for (size_t length = 0; length < whole.size(); ++length) {
+    const auto path = scratch.write("f", whole.substr(0, length));
+    CHECK(error_of([&] { (void)SafetensorsFile::open(path); }) != "no error");
+  }
+  for (size_t at = 0; at < whole.size(); ++at) {
+    for (const unsigned char bits : {0x01, 0x10, 0xff}) {
+      std::string damaged = whole;
+      damaged[at] = static_cast<char>(damaged[at] ^ bits);
+      const auto path = scratch.write("f", damaged);
+      (void)error_of([&] { (void)SafetensorsFile::open(path); });  // an sf::Error or none; anything else ends the test
+    }
+  }
+}
