@@ -153,14 +153,14 @@ TEST_CASE("safetensors: every truncation is refused and no damaged byte of the h
                     {{"format", "pt"}});
   const std::string whole = read_file(scratch.path() / "whole");
   for (size_t length = 0; length < whole.size(); ++length) {
-    const auto path = scratch.write("f", whole.substr(0, length));
+    const auto path = scratch.write(format("cut-{}", length), whole.substr(0, length));
     CHECK(error_of([&] { (void)SafetensorsFile::open(path); }) != "no error");
   }
   for (size_t at = 0; at < whole.size(); ++at) {
     for (const unsigned char bits : {0x01, 0x10, 0xff}) {
       std::string damaged = whole;
       damaged[at] = static_cast<char>(damaged[at] ^ bits);
-      const auto path = scratch.write("f", damaged);
+      const auto path = scratch.write(format("{}-{}", at, static_cast<int>(bits)), damaged);
       (void)error_of([&] { (void)SafetensorsFile::open(path); });  // an sf::Error or none; anything else ends the test
     }
   }

@@ -76,15 +76,16 @@ TEST_CASE(
        {"features_eagle3/data_1.ckpt", "torch_files/deflated.ckpt", "torch_files/packed.ckpt.gz"}) {
     CAPTURE(name);
     const std::string whole = read_file(kData / name);
+    // A new name each time: writing over a file makes some file systems wait for the disk.
     const std::string ending = std::string(name).ends_with(".gz") ? "r.ckpt.gz" : "r.ckpt";
     for (size_t length = 0; length < whole.size(); length += whole.size() / 97 + 1) {
-      const auto path = scratch.write(ending, whole.substr(0, length));
+      const auto path = scratch.write(format("cut-{}-{}", length, ending), whole.substr(0, length));
       CHECK(error_of([&] { (void)TorchFile::open(path); }) != "no error");
     }
     for (size_t at = 0; at < whole.size(); at += 23) {
       std::string damaged = whole;
       damaged[at] = static_cast<char>(damaged[at] ^ 0x5a);
-      const auto path = scratch.write(ending, damaged);
+      const auto path = scratch.write(format("{}-{}", at, ending), damaged);
       (void)error_of(
           [&] { (void)TorchFile::open(path); });  // an sf::Error or none; anything else ends the test
     }
