@@ -65,17 +65,14 @@ std::string plan_text(const Plan& plan, const std::vector<PlanSize>& sizes) {
   out += format("step\n  at most {} tokens in one optimizer step\n", tokens_per_step(plan));
   if (!sizes.empty()) {
     out += "sizes on each rank\n";
-    std::int64_t total = 0;
-    std::size_t width = 5;
+    std::size_t width = 0;
     for (const PlanSize& size : sizes) {
       width = std::max(width, size.name.size());
-      total += size.bytes;
     }
     for (const PlanSize& size : sizes) {
       out += format("  {}  {}  {}\n", padded(size.name, width),
                     padded(human_bytes(static_cast<std::uint64_t>(size.bytes)), 10), size.detail);
     }
-    out += format("  {}  {}\n", padded("total", width), human_bytes(static_cast<std::uint64_t>(total)));
   }
   if (!plan.undecided.empty()) {
     out += "not decided here\n";

@@ -11,7 +11,7 @@
 
 namespace sf {
 
-/// One line of the size table, as the engine computes it.
+/// One line of the size table, as the engine computes it; the last one is the total.
 struct PlanSize {
   std::string name;
   std::int64_t bytes = 0;

@@ -19,7 +19,8 @@ namespace {
 const bool kUpdate = std::getenv("SF_UPDATE_GOLDEN") != nullptr;
 
 std::string replaced(std::string text, const std::string& from, const std::string& to) {
-  for (std::size_t at = text.find(from); at != std::string::npos; at = text.find(from, at + (from.find(to) == std::string::npos ? to.size() : 0))) {
+  for (std::size_t at = text.find(from); at != std::string::npos;
+       at = text.find(from, at + (from.find(to) == std::string::npos ? to.size() : 0))) {
     text.replace(at, from.size(), to);
   }
   return text;
@@ -62,7 +63,8 @@ std::string result_of(const fs::path& recipe) {
   Resolution out = resolve(request, catalog, problems);
   if (out.plan) {
     return plan_text(*out.plan, {{"weights", 20971520, "10.5 M parameters, bfloat16"},
-                                 {"optimizer", 125829120, "masters and moments, float32"}});
+                                 {"optimizer", 125829120, "masters and moments, float32"},
+                                 {"total", 146800640, "per process"}});
   }
   return out.problems.text() + "exit code " + std::to_string(static_cast<int>(out.code)) + "\n";
 }

@@ -150,7 +150,7 @@ TEST_CASE(
   CHECK(two.plan->at("device").origin == "auto: this machine has 2 GPUs");
 }
 
-TEST_CASE("plan: as JSON every value has its origin and sizes are summed by whoever reads") {
+TEST_CASE("plan: as JSON every value has its origin, as text the sizes stand in columns") {
   Case c;
   Resolution out = c.run();
   REQUIRE(out.plan);
@@ -159,8 +159,9 @@ TEST_CASE("plan: as JSON every value has its origin and sizes are summed by whoe
   CHECK(json.at("sizes").at(0).at("bytes").as_int() == 1048576);
   CHECK(json.at("stack").size() == 3);
   std::string text =
-      plan_text(*out.plan, {{"weights", 1048576, "0.5 M parameters"}, {"optimizer", 3145728, ""}});
-  CHECK(text.find("total      4.0 MiB") != std::string::npos);
+      plan_text(*out.plan, {{"weights", 1048576, "0.5 M parameters"}, {"total", 4194304, "on each rank"}});
+  CHECK(text.find("  weights  1.0 MiB     0.5 M parameters\n  total    4.0 MiB     on each rank\n") !=
+        std::string::npos);
   CHECK(plan_summary(*out.plan).find("training.seed") == std::string::npos);
   CHECK(plan_summary(*out.plan).find("training.num_anchors") != std::string::npos);
 }

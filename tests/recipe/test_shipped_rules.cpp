@@ -1,6 +1,7 @@
 // The rules of the plugins that we ship, judged without building the plugins.
 #include <doctest/doctest.h>
 
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -8,14 +9,19 @@
 #include "core/recipe/rules.hpp"
 
 using namespace sf;
+namespace fs = std::filesystem;
 
 namespace {
+
+fs::path repository() {
+  return fs::path(SF_TEST_DATA).parent_path();
+}
 
 // Ids of what the host's and the plugin's rules say when a recipe sets these keys, joined.
 std::string ids_of(const char* plugin, const std::vector<std::string>& sets) {
   Diagnostics problems;
-  auto manifest = parse_manifest(
-      read_file(std::string(SF_TEST_DATA) + "/../plugins/" + plugin + "/plugin.toml"), plugin, problems);
+  auto manifest =
+      parse_manifest(read_file(repository() / "plugins" / plugin / "plugin.toml"), plugin, problems);
   REQUIRE_MESSAGE(manifest, problems.text());
   Schema schema;
   schema.add(host_manifest(), problems);
@@ -37,6 +43,41 @@ std::string ids_of(const char* plugin, const std::vector<std::string>& sets) {
 }
 
 }  // namespace
+
+TEST_CASE(
+    "recipes: every recipe that we ship has known keys and good values, breaks no rule and says what it is") {
+  int count = 0;
+  for (const fs::directory_entry& entry : fs::directory_iterator(repository() / "recipes")) {
+    if (entry.path().extension() != ".toml") {
+      continue;
+    }
+    ++count;
+    Diagnostics problems;
+    RawValues raw = read_recipe(entry.path(), problems);
+    Schema schema;
+    schema.add(host_manifest(), problems);
+    std::vector<Rule> rules = host_manifest().rules;
+    std::set<std::string> names;
+    std::set<std::string> provided;
+    for (const char* plugin : {"algorithm/dflash2", "sharding/single"}) {
+      auto manifest =
+          parse_manifest(read_file(repository() / "plugins" / plugin / "plugin.toml"), plugin, problems);
+      REQUIRE_MESSAGE(manifest, problems.text());
+      schema.add(*manifest, problems);
+      rules.insert(rules.end(), manifest->rules.begin(), manifest->rules.end());
+      names.insert(manifest->name);
+      provided.insert(manifest->provides.begin(), manifest->provides.end());
+    }
+    PlanValues values = schema.resolve(raw, {}, false, problems);
+    REQUIRE_MESSAGE(!problems.has_errors(), problems.text());
+    std::vector<std::string> undecided;
+    check_rules(rules, {values, {}, provided, names}, problems, undecided);
+    CHECK_MESSAGE(problems.all().empty(), problems.text());
+    CHECK_MESSAGE(read_file(entry.path()).starts_with("# "),
+                  entry.path() << " starts with what it is, on which hardware, and what was measured");
+  }
+  CHECK(count >= 3);
+}
 
 TEST_CASE("rules: dflash2 warns about options that its objective does not use") {
   const char* kDflash = "algorithm/dflash2";
