@@ -167,8 +167,8 @@ int64_t SafetensorsFile::file_bytes() const {
 
 SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
                                      const std::vector<TensorSpec>& tensors,
-                                     const std::map<std::string, std::string>& metadata, int failure_code)
-    : path_(path), failure_code_(failure_code) {
+                                     const std::map<std::string, std::string>& metadata, ExitCode failure)
+    : path_(path), failure_(failure) {
   Json header = Json::object();
   if (!metadata.empty()) {
     Json entries = Json::object();
@@ -199,13 +199,17 @@ SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
   descriptor_ = ::open(path.c_str(), O_CREAT | O_TRUNC | O_RDWR | O_CLOEXEC, 0666);
   if (descriptor_ < 0) fail("creating it", errno);
   try {
-    // Real blocks, not a hole: a disk that is too small says so here and not after an hour. Not every file
-    // system can.
-    const int reserved = file_bytes_ > 0 ? ::posix_fallocate(descriptor_, 0, file_bytes_) : 0;
-    if (reserved != 0 && reserved != EOPNOTSUPP && reserved != EINVAL) {
-      fail("reserving " + human_bytes(file_bytes_), reserved);
+    // Real blocks, not a hole: a disk that is too small says so here and not after an hour. The system call itself, as the C
+    // library's would write zeros all over a file system that can't reserve.
+    int reserved = 0;
+    do {
+      reserved = ::fallocate(descriptor_, 0, 0, file_bytes_) == 0 ? 0 : errno;
+    } while (reserved == EINTR);
+    if (reserved == EOPNOTSUPP || reserved == ENOSYS) {
+      if (::ftruncate(descriptor_, file_bytes_) != 0) fail("setting its size", errno);
+    } else if (reserved != 0) {
+      fail("reserving " + human_bytes(static_cast<uint64_t>(file_bytes_)), reserved);
     }
-    if (reserved != 0 && ::ftruncate(descriptor_, file_bytes_) != 0) fail("setting its size", errno);
     std::string start(reinterpret_cast<const char*>(&header_bytes), sizeof(header_bytes));
     start += text;
     ranges_[""] = {0, static_cast<int64_t>(start.size())};
@@ -253,18 +257,17 @@ void SafetensorsWriter::finish() {
 
 void SafetensorsWriter::fail(const std::string& doing, int error_number) const {
   throw Error(
-      static_cast<ExitCode>(failure_code_),
-      path_.string() + ": " + doing + ": " + std::strerror(error_number),
+      failure_, path_.string() + ": " + doing + ": " + std::strerror(error_number),
       error_number == ENOSPC || error_number == EDQUOT ? "make room, or name a folder on another disk" : "");
 }
 
 void write_safetensors(const std::filesystem::path& path, const std::vector<TensorView>& tensors,
-                       const std::map<std::string, std::string>& metadata, int failure_code) {
+                       const std::map<std::string, std::string>& metadata, ExitCode failure) {
   std::vector<TensorSpec> specs;
   for (const TensorView& tensor : tensors) specs.push_back({tensor.name, tensor.dtype, tensor.shape});
   const std::filesystem::path part = path.string() + ".part";
   {
-    SafetensorsWriter writer(part, specs, metadata, failure_code);
+    SafetensorsWriter writer(part, specs, metadata, failure);
     for (const TensorView& tensor : tensors) writer.write(tensor.name, 0, tensor.bytes);
     writer.finish();
   }

@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "sf/error.hpp"
+
 #include "core/data/dtype.hpp"
 
 namespace sf {
@@ -75,7 +77,7 @@ class SafetensorsWriter {
   /// Throws sf::Error with `failure` as its kind when the file can't be made: exit code 4 for features, 7 for
   /// checkpoints.
   SafetensorsWriter(const std::filesystem::path& path, const std::vector<TensorSpec>& tensors,
-                    const std::map<std::string, std::string>& metadata, int failure_code = 4);
+                    const std::map<std::string, std::string>& metadata, ExitCode failure = ExitCode::kData);
   ~SafetensorsWriter();
   SafetensorsWriter(const SafetensorsWriter&) = delete;
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
@@ -90,7 +92,7 @@ class SafetensorsWriter {
   [[noreturn]] void fail(const std::string& doing, int error_number) const;
 
   std::filesystem::path path_;
-  int failure_code_;
+  ExitCode failure_;
   int descriptor_ = -1;
   int64_t file_bytes_ = 0;
   std::map<std::string, std::pair<int64_t, int64_t>, std::less<>>
@@ -99,6 +101,7 @@ class SafetensorsWriter {
 
 /// A whole small file at once: specs with their bytes, written beside `path` and renamed into place.
 void write_safetensors(const std::filesystem::path& path, const std::vector<TensorView>& tensors,
-                       const std::map<std::string, std::string>& metadata = {}, int failure_code = 4);
+                       const std::map<std::string, std::string>& metadata = {},
+                       ExitCode failure = ExitCode::kData);
 
 }  // namespace sf

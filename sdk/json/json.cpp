@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <limits>
+#include <unordered_set>
 
 namespace sf {
 
@@ -93,7 +94,7 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
       return elements.back();
     }
     auto& entries = std::get<Json::Object>(top().value_);
-    if (top().contains(keys_.back())) {
+    if (!seen_.back().insert(keys_.back()).second) {
       throw JsonError(source_ + ": not valid JSON: key \"" + keys_.back() + "\" appears twice in one object",
                       source_, 0, 0);
     }
@@ -109,11 +110,13 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
       throw JsonError(source_ + ": not valid JSON: nested too deeply", source_, 0, 0);
     stack_.push_back(&place(std::move(container)));
     keys_.emplace_back();
+    seen_.emplace_back();
     return true;
   }
   bool close() {
     stack_.pop_back();
     keys_.pop_back();
+    seen_.pop_back();
     return true;
   }
 
@@ -122,6 +125,8 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
   Json root_;
   std::vector<Json*> stack_;  // stays valid: a container grows only when all that it holds is closed
   std::vector<std::string> keys_;
+  std::vector<std::unordered_set<std::string>>
+      seen_;  // keys of each open object: the index of a large model has 100,000
 };
 
 Json::Json(unsigned long value) {

@@ -357,7 +357,8 @@ TEST_CASE("feature folder: two captures do not write to one folder") {
 }
 
 TEST_CASE("feature shard: a disk that fills up ends with exit code 4, and what was finished stays whole") {
-  // A child with a limit on the size of files stands for a full disk: writing beyond it fails in the same calls.
+  // A child with a limit on the size of files stands for a full disk: writing beyond it fails in the same
+  // calls.
   const Scratch scratch;
   const pid_t child = fork();
   if (child == 0) {
@@ -375,7 +376,8 @@ TEST_CASE("feature shard: a disk that fills up ends with exit code 4, and what w
         }
         const ShardPlan& shard = folder.plan()[i];
         ShardWriter writer(folder.shard_path(i), wanted.features,
-                           std::span(samples).subspan(static_cast<size_t>(shard.first_sample), static_cast<size_t>(shard.samples)),
+                           std::span(samples).subspan(static_cast<size_t>(shard.first_sample),
+                                                      static_cast<size_t>(shard.samples)),
                            shard.first_sample, "x");
         folder.add(i, writer.finish());
       }
@@ -391,7 +393,8 @@ TEST_CASE("feature shard: a disk that fills up ends with exit code 4, and what w
   CHECK(WEXITSTATUS(status) == 4);
   const FeatureManifest left = FeatureManifest::read(scratch.path() / "f" / "capture.json");
   CHECK(left.shards.size() == 2);
-  for (const FeatureShard& shard : left.shards) CHECK(sha256_file(scratch.path() / "f" / shard.file) == shard.sha256);
+  for (const FeatureShard& shard : left.shards)
+    CHECK(sha256_file(scratch.path() / "f" / shard.file) == shard.sha256);
   CHECK_FALSE(std::filesystem::exists(scratch.path() / "f" / "shard-00002.safetensors"));
   CHECK_FALSE(std::filesystem::exists(scratch.path() / "f" / "shard-00002.safetensors.part"));
 }

@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -64,6 +65,15 @@ TEST_CASE("json: a syntax error names source, line and column") {
 TEST_CASE("json: a key that appears twice is refused") {
   CHECK(message_of([] { (void)Json::parse(R"({"a": 1, "a": 2})", "x.json"); }) ==
         "x.json: not valid JSON: key \"a\" appears twice in one object");
+}
+
+TEST_CASE("json: an object with very many keys is read in time that grows with their number") {
+  std::string text = "{";
+  for (int i = 0; i < 200000; ++i) text += (i > 0 ? ",\"" : "\"") + std::to_string(i) + "\":0";
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(Json::parse(text + "}").size() == 200000);
+  // A tenth of a second here; looking through all keys for each would take minutes.
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(10));
 }
 
 TEST_CASE("json: text nested too deeply is refused and not a crash") {
