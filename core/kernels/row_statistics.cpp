@@ -23,7 +23,7 @@ constexpr int64_t kLoopColumns = 128;      // columns of a group in the loops: 8
 typedef float Floats __attribute__((vector_size(kLanes * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(kLanes * sizeof(int32_t))));
 
-#define SF_FOR_EACH_PROCESSOR __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default")))
+#define SF_FOR_EACH_PROCESSOR __attribute__((target_clones("avx512f", "avx2", "default")))
 
 // Largest of each group of kLoopColumns; the last group may be short.
 SF_FOR_EACH_PROCESSOR

@@ -1,5 +1,6 @@
 // Where the time of a micro-step goes: a random DFlash2 draft in a given shape, a few windows, seconds for each. Built on demand:
-//   ninja -C build measure_dflash_step && build/bin/measure_dflash_step [hidden vocabulary layers batch tokens anchors block steps]
+//   ninja -C build measure_dflash_step && build/bin/measure_dflash_step [hidden vocabulary layers batch tokens anchors block rank candidates steps]
+// The shape of tools/quickstart is the default.
 #include <ATen/ATen.h>
 
 #include <chrono>
@@ -10,24 +11,25 @@
 #include "tests/dflash2/draft_run.hpp"
 
 int main(int argc, char** argv) {
-  int64_t value[] = {576, 49152, 2, 8, 150, 64, 8, 4};
-  for (int i = 1; i < argc && i <= 8; ++i) {
+  int64_t value[] = {576, 49152, 1, 4, 150, 8, 4, 32, 8, 10};
+  for (int i = 1; i < argc && i <= 10; ++i) {
     value[i - 1] = std::atoll(argv[i]);
   }
-  const auto [h, v, layers, b, s, w, block, steps] = value;
+  const auto [h, v, layers, b, s, w, block, rank, candidates, steps] = value;
   sf::ModelFacts facts;
   const auto text = [](int64_t n) { return std::to_string(n); };
   facts.draft_config_json = sf::testing::tiny_config({{"hidden_size", text(h)}, {"intermediate_size", text(h * 8 / 3 / 64 * 64)}, {"num_hidden_layers", text(layers)},
                                                       {"num_attention_heads", text(h / 64)}, {"num_key_value_heads", text(h / 64 % 3 == 0 ? h / 192 : h / 64)}, {"head_dim", "64"},
                                                       {"vocab_size", text(v)}, {"layer_types", ""}, {"block_size", text(block)},
-                                                      {"dflash_config.conv_group_size", "16"}, {"dflash_config.selector_rank", "256"}, {"dflash_config.selector_top_k", "16"}});
+                                                      {"dflash_config.conv_group_size", "16"}, {"dflash_config.selector_rank", text(rank)}, {"dflash_config.selector_top_k", text(candidates)},
+                                                      {"dflash_config.target_layer_ids", "[1, 3, 5, 7, 9]"}});
   facts.bfloat16 = false;
   sf::DflashOptions options;
   sf::testing::DraftRun run(options, facts, {at::randn({v, h}).mul_(0.05), at::randn({v, h}).mul_(0.05)}, {});
   const int64_t begin = std::min<int64_t>(s / 4, s - w - 1);
   const sf::Batch batch = run.batch({{"input_ids", at::randint(v, {b, s}, at::kLong)},
                                      {"loss_mask", at::ge(at::arange(s), begin).to(at::kLong).expand({b, s}).contiguous()},
-                                     {"hidden_states", at::randn({b, s, 2 * h})},
+                                     {"hidden_states", at::randn({b, s, 5 * h})},
                                      {"anchors", at::arange(begin, begin + w).expand({b, w}).contiguous()},
                                      {"keep", at::ones({b, w}, at::kBool)}});
   const int64_t rows = batch.at("row_index").size(0);
