@@ -21,8 +21,14 @@ def summarize(out: Path, run: str) -> dict:
         "tokens_per_second": stage["train"]["tokens_per_second"],
         "target": str(out / "target"),
         "draft": stage["export"]["folder"],
+        "block_size": block_size(Path(stage["export"]["folder"])),
         "recipe": str(out / f"{run}.toml"),
     }
+
+
+def block_size(draft: Path) -> int:
+    config = json.loads((draft / "config.json").read_text())
+    return config["block_size"] if "block_size" in config else config["dflash_config"]["block_size"]
 
 
 def report(result: dict, host: str) -> str:
@@ -37,9 +43,11 @@ acceptance length: tokens per pass of the target, greedy drafting compared with 
 training: {result['steps']} steps, {speed}
 draft:    {result['draft']}
 
-serve it with SGLang:
+serve it with SGLang, or with vLLM (versions that know the architecture DFlash2DraftModel):
   python -m sglang.launch_server --model-path {result['target']} \\
     --speculative-algorithm DFLASH --speculative-draft-model-path {result['draft']}
+  vllm serve {result['target']} \\
+    --speculative-config '{{"method": "dflash", "model": "{result['draft']}", "num_speculative_tokens": {result['block_size'] - 1}}}'
 
 look closer:
   {host} eval {result['recipe']} --checkpoint best

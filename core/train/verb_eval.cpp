@@ -55,7 +55,7 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
     log_info("bigram baseline (next token that most often followed in the training text): acceptance length {}", number(baseline));
   }
   for (const auto& [name, value] : evaluation.metrics) {
-    log_info("  {} {}", name, number(value));
+    log_debug("  {} {}", name, number(value));
   }
   return json;
 }
