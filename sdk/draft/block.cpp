@@ -2,10 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace sf::draft {
 namespace {
+
+constexpr int64_t kEvaluationRows = 16384;  // of the MLP at a time: with an intermediate size of 12288 a float32 copy is 768 MiB
 
 // Convolution around a sub-layer: its coefficients for both sides come from the sub-layer's input.
 class Convolution {
@@ -76,11 +79,9 @@ std::vector<ParameterSpec> block_parameters(const BlockShape& shape, double init
 
 std::vector<at::Tensor> DraftBlock::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
   const at::Tensor& h = inputs[kRowsIn];
-  const bool has_convolution = shape_.conv_taps > 0;
-
-  at::Tensor x = context.ops().rms_norm(h, context.parameter("input_layernorm.weight"), shape_.eps);
+  const at::Tensor x = context.ops().rms_norm(h, context.parameter("input_layernorm.weight"), shape_.eps);
   at::Tensor attended;
-  if (has_convolution) {
+  if (shape_.conv_taps > 0) {
     const Convolution convolution(context, shape_, "attention_conv", x);
     attended = convolution.apply(attend(context, convolution.apply(x, 0), inputs), 1);
   } else {
@@ -89,15 +90,33 @@ std::vector<at::Tensor> DraftBlock::forward(UnitContext& context, const std::vec
 
   const std::vector<at::Tensor> summed =
       context.ops().residual_rms_norm(attended, h, context.parameter("post_attention_layernorm.weight"), shape_.eps);
-  x = summed[1];
+  return {at::add(summed[0], transform(context, summed[1]))};
+}
+
+// The MLP and its convolution. Nothing in it looks past a block, so an evaluation, which has every position as a block, takes some blocks at a time.
+at::Tensor DraftBlock::transform(UnitContext& context, const at::Tensor& x_bqh) const {
+  const int64_t b = x_bqh.size(0), q = x_bqh.size(1);
+  if (context.phase() != Phase::evaluate || b * q <= kEvaluationRows) {
+    return transform_rows(context, x_bqh);
+  }
+  const int64_t step = std::max<int64_t>(1, kEvaluationRows / (b * shape_.block_size)) * shape_.block_size;
+  at::Tensor out = at::empty_like(x_bqh);
+  for (int64_t begin = 0; begin < q; begin += step) {
+    const int64_t rows = std::min(step, q - begin);
+    out.narrow(1, begin, rows).copy_(transform_rows(context, x_bqh.narrow(1, begin, rows).contiguous()));
+  }
+  return out;
+}
+
+at::Tensor DraftBlock::transform_rows(UnitContext& context, const at::Tensor& x_bqh) const {
   const auto mlp = [&](const at::Tensor& in) {
     return context.linear("mlp.down_proj", context.ops().swiglu(context.linear("mlp.gate_proj", in), context.linear("mlp.up_proj", in)));
   };
-  if (has_convolution) {
-    const Convolution convolution(context, shape_, "mlp_conv", x);
-    return {at::add(summed[0], convolution.apply(mlp(convolution.apply(x, 0)), 1))};
+  if (shape_.conv_taps == 0) {
+    return mlp(x_bqh);
   }
-  return {at::add(summed[0], mlp(x))};
+  const Convolution convolution(context, shape_, "mlp_conv", x_bqh);
+  return convolution.apply(mlp(convolution.apply(x_bqh, 0)), 1);
 }
 
 at::Tensor DraftBlock::attend(UnitContext& context, const at::Tensor& x_bqh, const std::vector<at::Tensor>& inputs) const {

@@ -122,6 +122,30 @@ TEST_CASE("dflash2: loss, metrics and every gradient follow the definition in ea
   }
 }
 
+TEST_CASE("dflash2: bfloat16 weights and computation stay within bfloat16's noise of the definition") {
+  DflashOptions options;
+  options.loss_decay_gamma = 2;
+  const std::string config = tiny_config();
+  TinyProblem problem = tiny_problem(options, config, at::kBFloat16);
+  for (auto& [name, weight] : problem.weights) {
+    weight = weight.to(at::kBFloat16);  // so that both start from the same numbers
+  }
+  few_tokens(problem);
+  sf::ModelFacts facts;
+  facts.draft_config_json = config;
+  DraftRun draft(options, facts, problem.tables, problem.weights, at::kBFloat16);
+  const StepOutcome found = draft.train({draft.batch(problem.batch)});
+  const NaiveOutcome expected = naive_dflash(draft.algorithm().config(), options, problem, 1);
+  CHECK(found.loss == doctest::Approx(expected.loss).epsilon(2e-2));
+  for (const auto& [name, gradient] : expected.gradients) {
+    CAPTURE(name);
+    const at::Tensor other = found.gradients.at(name).to(at::kDouble);
+    // A tiny net in bfloat16: directions agree, single elements may be off by some per cent.
+    const double cosine = ((other * gradient).sum() / (other.norm() * gradient.norm()).clamp_min(1e-30)).item<double>();
+    CHECK(cosine > 0.98);
+  }
+}
+
 TEST_CASE("dflash2: settings of the table differ where they should, so a setting that is ignored is noticed") {
   const auto loss_of = [](const Edits& edits) {
     DflashOptions options;

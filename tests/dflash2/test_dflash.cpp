@@ -212,6 +212,23 @@ TEST_CASE("dflash2: static slots change neither loss nor gradients") {
   CHECK(largest_difference(narrow, padded) < 1e-6);
 }
 
+TEST_CASE("dflash2: an evaluation of very many blocks takes them in parts and says the same") {
+  DflashOptions options;
+  const std::string config = tiny_config();
+  TinyProblem problem = tiny_problem(options, config);
+  const int64_t s = 2200, w = s - 1;  // 2 x 2199 blocks of 4 rows: more than one part
+  problem.batch["input_ids"] = at::randint(39, {2, s}, at::kLong);
+  problem.batch["loss_mask"] = at::ones({2, s}, at::kLong);
+  problem.batch["hidden_states"] = at::randn({2, s, 32});
+  problem.batch["anchors"] = at::arange(w, at::kLong).expand({2, w}).contiguous();
+  problem.batch["keep"] = at::ones({2, w}, at::kBool);
+  DraftRun run(options, facts_of(config), problem.tables, problem.weights);
+  const sf::Batch batch = run.batch(problem.batch);
+  const StepOutcome trained = run.train({batch}), evaluated = run.evaluate({batch});
+  CHECK(evaluated.loss == doctest::Approx(trained.loss).epsilon(1e-6));
+  CHECK((evaluated.rows - trained.rows).abs().max().item<double>() < 1e-4);
+}
+
 TEST_CASE("dflash2: a draft that knows its labels accepts whole blocks") {
   // The head is made so that each row's best token is its label: hidden rows are taken from the draft itself.
   DflashOptions options;
