@@ -155,6 +155,7 @@ class TrainingRun {
       check(result, update);
       if (update == first_update) {
         refuse_untouched();
+        report_memory();
       }
       progress_.update = update + 1;
       progress_.stream_position = order.next_position(update * window_shape_.entries(), window_shape_);
@@ -246,6 +247,12 @@ class TrainingRun {
       throw Error(ExitCode::kInternal, format("{} parameters got no gradient in the first window: {}", names.size(), join(names, ", ")),
                   "an algorithm declares parameters that may stay untouched as idle");
     }
+  }
+
+  void report_memory() const {
+    const int64_t planned = plan_sizes(context_).back().bytes;
+    log_info("memory after the first update: {} planned, {} seen at most", human_bytes(static_cast<uint64_t>(planned)),
+             human_bytes(static_cast<uint64_t>(memory_use(session_->placement.device).peak)));
   }
 
   Evaluation evaluate_held_out() {
