@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <cstring>
 #include <system_error>
 #include <utility>
@@ -249,6 +250,14 @@ HostBuild this_host(const std::string& torch_variant, const fs::path& engine) {
 #if defined(__SANITIZE_THREAD__)
   out.flags |= SF_BUILD_TSAN;
 #endif
+  // The dynamic linker looks there as well; an installation beside another torch wheel names its folders so.
+  if (const char* path = std::getenv("LD_LIBRARY_PATH")) {
+    for (const std::string& folder : split(path, ':')) {
+      if (!folder.empty()) {
+        out.library_folders.emplace_back(folder);
+      }
+    }
+  }
   std::error_code ignored;
   if (fs::exists(engine, ignored)) {
     ElfProblem problem;

@@ -5,6 +5,7 @@
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
 #include "core/kernels/ops.hpp"
+#include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
 #include "sf/algorithm.hpp"
 
@@ -30,7 +31,7 @@ class EngineLibrary final : public Engine {
  public:
   const void* service(std::string_view id) override { return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : nullptr; }
   std::vector<SizeLine> sizes(const EngineContext& context) override {
-    return guarded(context, [&] { return plan_sizes(context); });
+    return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan))); });
   }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
     return guarded(context, [&] { return sf::train(context, arguments); });

@@ -21,10 +21,8 @@ int64_t elements(const ParameterSpec& parameter) {
 
 }  // namespace
 
-std::vector<SizeLine> plan_sizes(const EngineContext& context) {
-  const Plan& plan = *context.plan;
+std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description) {
   const ModelFacts facts = model_facts(plan);
-  const Description description = algorithm_of(context).describe(facts);
   const int64_t element = facts.bfloat16 ? 2 : 4;
   const int64_t gradient_element = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? 2 : 4;
 

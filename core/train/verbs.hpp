@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/train/engine.hpp"
+#include "sf/algorithm.hpp"
 
 namespace sf {
 
@@ -16,7 +17,7 @@ Json capture(const EngineContext& context, const CaptureArguments& arguments);
 Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& arguments);
 /// A folder that serving engines load.
 Json export_draft(const EngineContext& context, const ExportArguments& arguments);
-/// Bytes by kind, from the algorithm's description alone.
-std::vector<SizeLine> plan_sizes(const EngineContext& context);
+/// Bytes by kind, from the algorithm's description alone; the last line is their sum.
+std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description);
 
 }  // namespace sf

@@ -104,7 +104,8 @@ struct ExportSpec {
 
 class Algorithm {
  public:
-  /// Throws sf::Error with what, why and fix when configuration and options do not fit. [main]
+  /// Throws sf::Error with what, why and fix when configuration and options do not fit. May be called again before bind; then the
+  /// units of the earlier call are gone. [main]
   virtual Description describe(const ModelFacts& facts) = 0;
   /// The unit behind describe().units[index]; lives as long as the algorithm. [main]
   virtual Unit& unit(int64_t index) = 0;
