@@ -12,6 +12,7 @@
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
 #include "core/base/log.hpp"
+#include "core/data/tokenizer_facts.hpp"
 #include "core/data/weight_folder.hpp"
 #include "core/kernels/ops.hpp"
 #include "core/model/target_tables.hpp"
@@ -66,6 +67,12 @@ ModelFacts model_facts(const Plan& plan) {
   facts.draft_block_size = plan.get<int64_t>("model.draft_block_size");
   facts.target_layer_ids = plan.get<std::vector<int64_t>>("model.target_layer_ids");
   facts.mask_token_id = plan.get<int64_t>("model.mask_token_id");
+  // A tokenizer file of some megabytes is only read when nobody has named the token.
+  if (facts.mask_token_id < 0 && facts.draft_config_json.find("\"mask_token_id\"") == std::string::npos) {
+    const TokenizerFacts tokenizer = read_tokenizer_facts(plan.get<std::filesystem::path>("model.target_model_path"));
+    facts.tokenizer_tokens = tokenizer.tokens;
+    facts.tokenizer_mask_token_id = tokenizer.mask_token_id;
+  }
   facts.rope_rounding = plan.get<std::string>("model.rope_rounding");
   facts.bfloat16 = plan.get<std::string>("model.torch_dtype") == "bfloat16";
   facts.static_shapes = plan.get<bool>("training.static_shapes");
