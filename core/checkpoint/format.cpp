@@ -74,7 +74,8 @@ std::optional<int64_t> step_of_folder_name(std::string_view name) {
     return std::nullopt;
   }
   name.remove_prefix(kStepPrefix.size());
-  if (name.size() < 8 || name.size() > 18 || !std::all_of(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; })) {
+  if (name.size() < 8 || name.size() > 18 ||
+      !std::all_of(name.begin(), name.end(), [](char c) { return c >= '0' && c <= '9'; })) {
     return std::nullopt;
   }
   return std::stoll(std::string(name));
@@ -103,7 +104,8 @@ void CheckpointIndex::merge(const CheckpointIndex& other) {
     auto [mine, added] = tensors.emplace(name, tensor);
     if (!added) {
       SF_CHECK(mine->second.dtype == tensor.dtype && mine->second.shape == tensor.shape,
-               "ranks disagree about {}: {} {} and {} {}", name, mine->second.dtype, mine->second.shape, tensor.dtype, tensor.shape);
+               "ranks disagree about {}: {} {} and {} {}", name, mine->second.dtype, mine->second.shape,
+               tensor.dtype, tensor.shape);
       mine->second.slices.insert(mine->second.slices.end(), tensor.slices.begin(), tensor.slices.end());
     }
   }
@@ -115,30 +117,39 @@ void CheckpointIndex::check_cover() const {
     for (size_t i = 0; i < tensor.slices.size(); ++i) {
       const SavedSlice& slice = tensor.slices[i];
       const uint64_t wanted = static_cast<uint64_t>(elements(slice.shape)) * dtype_bytes(tensor.dtype);
-      bool inside = slice.start.size() == tensor.shape.size() && slice.shape.size() == tensor.shape.size() && slice.bytes == wanted;
+      bool inside = slice.start.size() == tensor.shape.size() && slice.shape.size() == tensor.shape.size() &&
+                    slice.bytes == wanted;
       for (size_t axis = 0; inside && axis < tensor.shape.size(); ++axis) {
-        inside = slice.start[axis] >= 0 && slice.shape[axis] >= 0 && slice.start[axis] + slice.shape[axis] <= tensor.shape[axis];
+        inside = slice.start[axis] >= 0 && slice.shape[axis] >= 0 &&
+                 slice.start[axis] + slice.shape[axis] <= tensor.shape[axis];
       }
       const auto file = files.find(slice.file);
       if (!inside || file == files.end() || slice.offset + slice.bytes > file->second.bytes) {
-        throw Error(ExitCode::kCheckpoint, format("slice {} of \"{}\" does not fit its tensor or its file", i, name));
+        throw Error(ExitCode::kCheckpoint,
+                    format("slice {} of \"{}\" does not fit its tensor or its file", i, name));
       }
       covered += elements(slice.shape);
       for (size_t k = 0; k < i; ++k) {
-        if (elements(slice.shape) > 0 && elements(tensor.slices[k].shape) > 0 && overlap(slice, tensor.slices[k])) {
+        if (elements(slice.shape) > 0 && elements(tensor.slices[k].shape) > 0 &&
+            overlap(slice, tensor.slices[k])) {
           throw Error(ExitCode::kCheckpoint, format("slices {} and {} of \"{}\" overlap", k, i, name));
         }
       }
     }
     if (covered != elements(tensor.shape)) {
-      throw Error(ExitCode::kCheckpoint, format("the slices of \"{}\" hold {} of {} elements", name, covered, elements(tensor.shape)),
-                  "the file of a rank is missing");
+      throw Error(
+          ExitCode::kCheckpoint,
+          format("the slices of \"{}\" hold {} of {} elements", name, covered, elements(tensor.shape)),
+          "the file of a rank is missing");
     }
   }
 }
 
 Json CheckpointIndex::to_json() const {
-  Json out = Json::object({{"format", "sf-checkpoint"}, {"version", kCheckpointVersion}, {"step", step}, {"world_size", world_size}});
+  Json out = Json::object({{"format", "sf-checkpoint"},
+                           {"version", kCheckpointVersion},
+                           {"step", step},
+                           {"world_size", world_size}});
   Json files_json = Json::object();
   for (const auto& [name, file] : files) {
     Json entry = Json::object({{"bytes", file.bytes}});
@@ -158,7 +169,9 @@ Json CheckpointIndex::to_json() const {
                                      {"shape", Json::array_of(slice.shape)},
                                      {"sha256", slice.sha256}}));
     }
-    tensors_json.set(name, Json::object({{"dtype", tensor.dtype}, {"shape", Json::array_of(tensor.shape)}, {"slices", slices}}));
+    tensors_json.set(
+        name,
+        Json::object({{"dtype", tensor.dtype}, {"shape", Json::array_of(tensor.shape)}, {"slices", slices}}));
   }
   return out.set("files", files_json).set("tensors", tensors_json);
 }
@@ -166,11 +179,13 @@ Json CheckpointIndex::to_json() const {
 CheckpointIndex CheckpointIndex::from_json(const Json& json, const std::string& source) {
   try {
     if (json.at("format").as_string() != "sf-checkpoint") {
-      throw Error(ExitCode::kCheckpoint, format("{}: format \"{}\", expected \"sf-checkpoint\"", source, json.at("format").as_string()));
+      throw Error(ExitCode::kCheckpoint, format("{}: format \"{}\", expected \"sf-checkpoint\"", source,
+                                                json.at("format").as_string()));
     }
     if (json.at("version").as_int() > kCheckpointVersion) {
       throw Error(ExitCode::kCheckpoint,
-                  format("{}: version {}, this program reads up to {}", source, json.at("version").as_int(), kCheckpointVersion),
+                  format("{}: version {}, this program reads up to {}", source, json.at("version").as_int(),
+                         kCheckpointVersion),
                   "resume with the version that wrote it, or a newer one");
     }
     CheckpointIndex out;
@@ -178,7 +193,8 @@ CheckpointIndex CheckpointIndex::from_json(const Json& json, const std::string& 
     out.world_size = static_cast<int>(json.at("world_size").as_int());
     for (const auto& [name, entry] : json.at("files").entries()) {
       if (name.empty() || name.find('/') != std::string::npos) {
-        throw Error(ExitCode::kCheckpoint, format("{}: file name \"{}\" leaves the checkpoint's folder", source, name));
+        throw Error(ExitCode::kCheckpoint,
+                    format("{}: file name \"{}\" leaves the checkpoint's folder", source, name));
       }
       const Json* header = entry.find("header_bytes");
       out.files[name] = {.bytes = size_of(entry.at("bytes")),
@@ -212,25 +228,29 @@ RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors) {
     SF_CHECK(!tensor.name.empty() && tensor.name != "__metadata__" && names.insert(tensor.name).second,
              "tensor name \"{}\" is empty or there twice", tensor.name);
     SF_CHECK(dtype_bytes(tensor.dtype) != 0, "{}: unknown dtype \"{}\"", tensor.name, tensor.dtype);
-    SF_CHECK(shape.size() == tensor.global_shape.size() && (tensor.start.empty() || tensor.start.size() == shape.size()),
+    SF_CHECK(shape.size() == tensor.global_shape.size() &&
+                 (tensor.start.empty() || tensor.start.size() == shape.size()),
              "{}: slice {} of a tensor {}", tensor.name, shape, tensor.global_shape);
-    SF_CHECK(static_cast<uint64_t>(elements(shape)) * dtype_bytes(tensor.dtype) == tensor.bytes, "{}: {} bytes for {} {}", tensor.name,
-             tensor.bytes, tensor.dtype, shape);
+    SF_CHECK(static_cast<uint64_t>(elements(shape)) * dtype_bytes(tensor.dtype) == tensor.bytes,
+             "{}: {} bytes for {} {}", tensor.name, tensor.bytes, tensor.dtype, shape);
     SF_CHECK(tensor.data != nullptr || tensor.bytes == 0, "{}: no data", tensor.name);
   }
   RankFileLayout out;
   out.order.resize(tensors.size());
   std::iota(out.order.begin(), out.order.end(), size_t{0});
-  std::stable_sort(out.order.begin(), out.order.end(),
-                   [&](size_t a, size_t b) { return dtype_bytes(tensors[a].dtype) > dtype_bytes(tensors[b].dtype); });
+  std::stable_sort(out.order.begin(), out.order.end(), [&](size_t a, size_t b) {
+    return dtype_bytes(tensors[a].dtype) > dtype_bytes(tensors[b].dtype);
+  });
   Json header = Json::object({{"__metadata__", Json::object({{"format", "pt"}})}});
   uint64_t offset = 0;
   out.offsets.resize(tensors.size());
   for (const size_t i : out.order) {
     const TensorSlice& tensor = tensors[i];
-    header.set(tensor.name, Json::object({{"dtype", tensor.dtype},
-                                          {"shape", Json::array_of(tensor.shape.empty() ? tensor.global_shape : tensor.shape)},
-                                          {"data_offsets", Json::array_of(std::vector<uint64_t>{offset, offset + tensor.bytes})}}));
+    header.set(tensor.name,
+               Json::object(
+                   {{"dtype", tensor.dtype},
+                    {"shape", Json::array_of(tensor.shape.empty() ? tensor.global_shape : tensor.shape)},
+                    {"data_offsets", Json::array_of(std::vector<uint64_t>{offset, offset + tensor.bytes})}}));
     out.offsets[i] = offset;
     offset += tensor.bytes;
   }
@@ -251,7 +271,8 @@ RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors) {
 Json RunState::to_json() const {
   Json plugins_json = Json::array();
   for (const PluginStamp& plugin : plugins) {
-    plugins_json.push_back(Json::object({{"name", plugin.name}, {"version", plugin.version}, {"sha256", plugin.sha256}}));
+    plugins_json.push_back(
+        Json::object({{"name", plugin.name}, {"version", plugin.version}, {"sha256", plugin.sha256}}));
   }
   return Json::object({{"run_id", run_id},
                        {"step", step},
@@ -286,7 +307,8 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
     out.features_fingerprint = json.at("features_fingerprint").as_string();
     out.versions = map_of(json.at("versions"));
     for (const Json& plugin : json.at("plugins").items()) {
-      out.plugins.push_back({plugin.at("name").as_string(), plugin.at("version").as_string(), plugin.at("sha256").as_string()});
+      out.plugins.push_back(
+          {plugin.at("name").as_string(), plugin.at("version").as_string(), plugin.at("sha256").as_string()});
     }
     out.fixed = map_of(json.at("fixed"));
     out.progress = json.at("progress");
@@ -300,38 +322,47 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
 
 Continuation compare_runs(const RunState& saved, const RunState& now) {
   Continuation out;
-  const auto differ = [&](std::string_view what, const auto& before, const auto& after, std::string_view why) {
+  const auto differ = [&](std::string_view what, const auto& before, const auto& after,
+                          std::string_view why) {
     if (!(before == after)) {
       out.errors.push_back(format("{}: the checkpoint has {}, this run {} ({})", what, before, after, why));
     }
   };
   differ("seed", saved.seed, now.seed, "samples would come in another order");
-  differ("features", saved.features_fingerprint, now.features_fingerprint, "the run would go on with other samples");
-  differ("target", saved.target_fingerprint, now.target_fingerprint, "embedding and head would be another model's");
+  differ("features", saved.features_fingerprint, now.features_fingerprint,
+         "the run would go on with other samples");
+  differ("target", saved.target_fingerprint, now.target_fingerprint,
+         "embedding and head would be another model's");
   differ("schedule", saved.schedule, now.schedule, "the learning rate would jump");
   differ("total steps", saved.total_steps, now.total_steps, "the learning rate would jump");
   for (const auto& [key, before] : saved.fixed) {
     const auto after = now.fixed.find(key);
-    differ(key, before, after != now.fixed.end() ? after->second : std::string("nothing"), "it may not change within a run");
+    differ(key, before, after != now.fixed.end() ? after->second : std::string("nothing"),
+           "it may not change within a run");
   }
   for (const auto& [key, after] : now.fixed) {
     if (!saved.fixed.contains(key)) {
-      out.errors.push_back(format("{}: the checkpoint does not say, this run has {} (it may not change within a run)", key, after));
+      out.errors.push_back(format(
+          "{}: the checkpoint does not say, this run has {} (it may not change within a run)", key, after));
     }
   }
   for (const auto& [key, before] : saved.versions) {
     const auto after = now.versions.find(key);
     if (after != now.versions.end() && after->second != before) {
-      out.warnings.push_back(format("{}: the checkpoint was written with {}, this is {}", key, before, after->second));
+      out.warnings.push_back(
+          format("{}: the checkpoint was written with {}, this is {}", key, before, after->second));
     }
   }
   for (const PluginStamp& plugin : now.plugins) {
-    const auto before = std::find_if(saved.plugins.begin(), saved.plugins.end(), [&](const PluginStamp& p) { return p.name == plugin.name; });
+    const auto before = std::find_if(saved.plugins.begin(), saved.plugins.end(),
+                                     [&](const PluginStamp& p) { return p.name == plugin.name; });
     if (before == saved.plugins.end()) {
-      out.warnings.push_back(format("plugin '{}' was not part of the run that wrote the checkpoint", plugin.name));
+      out.warnings.push_back(
+          format("plugin '{}' was not part of the run that wrote the checkpoint", plugin.name));
     } else if (before->sha256 != plugin.sha256) {
-      out.warnings.push_back(format("plugin '{}' is another build than the one that wrote the checkpoint (version {}, now {})", plugin.name,
-                                    before->version, plugin.version));
+      out.warnings.push_back(
+          format("plugin '{}' is another build than the one that wrote the checkpoint (version {}, now {})",
+                 plugin.name, before->version, plugin.version));
     }
   }
   return out;

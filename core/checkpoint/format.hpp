@@ -1,6 +1,7 @@
-// core/checkpoint: a training run on disk, so that it can be stopped at any moment and go on exactly. In: slices of tensors in host memory
-// and the state of a run. Out: folders `step-00000100` that are whole or do not exist, and readers for them. docs/checkpoint-format.md is
-// the format; the bytes are moved by a checkpoint writer (sf/checkpoint.h), the built-in one or a plugin. No LibTorch.
+// core/checkpoint: a training run on disk, so that it can be stopped at any moment and go on exactly. In:
+// slices of tensors in host memory and the state of a run. Out: folders `step-00000100` that are whole or do
+// not exist, and readers for them. docs/checkpoint-format.md is the format; the bytes are moved by a
+// checkpoint writer (sf/checkpoint.h), the built-in one or a plugin. No LibTorch.
 //
 // format.hpp: what a checkpoint consists of, as data: files, index, slices, run state.
 #pragma once
@@ -33,13 +34,14 @@ inline constexpr const char* kMarkerFile = "COMMITTED";
 /// Bytes of one element of a safetensors dtype ("F32", "BF16", "I64" ...); 0 for an unknown one.
 [[nodiscard]] uint64_t dtype_bytes(std::string_view dtype);
 
-/// A tensor, or the part of one that this rank holds, in host memory; borrowed until the save is done. Row-major and contiguous.
+/// A tensor, or the part of one that this rank holds, in host memory; borrowed until the save is done.
+/// Row-major and contiguous.
 struct TensorSlice {
-  std::string name;                   // unique on a rank: "weights/fc.weight"
-  std::string dtype = "F32";          // as safetensors writes it
+  std::string name;                        // unique on a rank: "weights/fc.weight"
+  std::string dtype = "F32";               // as safetensors writes it
   std::vector<int64_t> global_shape = {};  // of the whole tensor
-  std::vector<int64_t> start = {};    // where this slice begins in it; empty: at its origin
-  std::vector<int64_t> shape = {};    // of this slice; empty: the whole tensor
+  std::vector<int64_t> start = {};         // where this slice begins in it; empty: at its origin
+  std::vector<int64_t> shape = {};         // of this slice; empty: the whole tensor
   const void* data = nullptr;
   uint64_t bytes = 0;
 };
@@ -65,7 +67,8 @@ struct SavedFile {
   std::string sha256;
 };
 
-/// index.json: everything that a checkpoint holds. Ranks make one each for their own file; rank 0 merges them.
+/// index.json: everything that a checkpoint holds. Ranks make one each for their own file; rank 0 merges
+/// them.
 struct CheckpointIndex {
   int64_t step = 0;
   int world_size = 1;
@@ -83,10 +86,11 @@ struct CheckpointIndex {
 
 /// The header of a rank's safetensors file and the place of each tensor in it.
 struct RankFileLayout {
-  std::string header;            // length word, JSON, padding; a multiple of 64 bytes
-  uint64_t bytes = 0;            // of the whole file
-  std::vector<size_t> order;     // tensors in the order of the file: wider dtypes first, so that every element is aligned
-  std::vector<uint64_t> offsets; // by position in `tensors`, from the start of the file
+  std::string header;  // length word, JSON, padding; a multiple of 64 bytes
+  uint64_t bytes = 0;  // of the whole file
+  // tensors in the order of the file: wider dtypes first, so that every element is aligned
+  std::vector<size_t> order;
+  std::vector<uint64_t> offsets;  // by position in `tensors`, from the start of the file
 };
 /// Checks names, shapes and sizes; throws an internal Error when the caller's slices contradict themselves.
 [[nodiscard]] RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors);
@@ -98,8 +102,9 @@ struct PluginStamp {
 /// state.json: what a run needs beside its tensors to go on exactly.
 struct RunState {
   std::string run_id;
-  int64_t step = 0;          // optimizer steps done
-  int64_t position = 0;      // entries of the sample stream used so far (order of samples: epoch after epoch, whatever the number of ranks)
+  int64_t step = 0;      // optimizer steps done
+  int64_t position = 0;  // entries of the sample stream used so far (order of samples: epoch after epoch,
+                         // whatever the number of ranks)
   int64_t epoch = 0;
   uint64_t seed = 0;
   int64_t total_steps = 0;   // what the schedule was laid out for
@@ -109,8 +114,9 @@ struct RunState {
   std::string target_fingerprint, features_fingerprint;
   std::map<std::string, std::string> versions;  // "sf", "torch", "compiler" ...
   std::vector<PluginStamp> plugins;
-  std::map<std::string, std::string> fixed;     // what a run that goes on must share: "training.batch_size" -> "4"
-  Json progress = Json::object();               // the trainer's own: best score, sums since the last log line ...
+  // what a run that goes on must share: "training.batch_size" -> "4"
+  std::map<std::string, std::string> fixed;
+  Json progress = Json::object();  // the trainer's own: best score, sums since the last log line ...
 
   [[nodiscard]] Json to_json() const;
   static RunState from_json(const Json& json, const std::string& source);

@@ -16,9 +16,12 @@ Error damaged(const fs::path& folder, const std::string& why) {
   return Error(ExitCode::kCheckpoint, format("checkpoint {} is damaged: {}", folder, why));
 }
 
-std::span<const std::byte> part_of(const MappedFile& file, uint64_t offset, uint64_t bytes) { return file.bytes().subspan(offset, bytes); }
+std::span<const std::byte> part_of(const MappedFile& file, uint64_t offset, uint64_t bytes) {
+  return file.bytes().subspan(offset, bytes);
+}
 
-// Copies the part that the box of `slice` and the wanted box have in common, axis by axis; the last axis in one piece.
+// Copies the part that the box of `slice` and the wanted box have in common, axis by axis; the last axis in
+// one piece.
 struct BoxCopy {
   const SavedSlice& slice;
   const std::byte* from;
@@ -29,7 +32,8 @@ struct BoxCopy {
 
   void run(size_t axis = 0, int64_t from_index = 0, int64_t to_index = 0) const {
     if (axis == shape.size()) {  // a scalar
-      std::memcpy(to + static_cast<uint64_t>(to_index) * element_bytes, from + static_cast<uint64_t>(from_index) * element_bytes, element_bytes);
+      std::memcpy(to + static_cast<uint64_t>(to_index) * element_bytes,
+                  from + static_cast<uint64_t>(from_index) * element_bytes, element_bytes);
       return;
     }
     const int64_t first = std::max(start[axis], slice.start[axis]);
@@ -40,7 +44,8 @@ struct BoxCopy {
     from_index = from_index * slice.shape[axis] + first - slice.start[axis];
     to_index = to_index * shape[axis] + first - start[axis];
     if (axis + 1 == shape.size()) {
-      std::memcpy(to + static_cast<uint64_t>(to_index) * element_bytes, from + static_cast<uint64_t>(from_index) * element_bytes,
+      std::memcpy(to + static_cast<uint64_t>(to_index) * element_bytes,
+                  from + static_cast<uint64_t>(from_index) * element_bytes,
                   static_cast<uint64_t>(last - first) * element_bytes);
       return;
     }
@@ -57,7 +62,9 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
     throw Error(ExitCode::kCheckpoint, format("checkpoint {} does not exist", folder));
   }
   if (!fs::exists(folder / kMarkerFile)) {
-    throw Error(ExitCode::kCheckpoint, format("{} has no {}: it is not a checkpoint, or its save was cut short", folder, kMarkerFile));
+    throw Error(
+        ExitCode::kCheckpoint,
+        format("{} has no {}: it is not a checkpoint, or its save was cut short", folder, kMarkerFile));
   }
   CheckpointReader out;
   out.folder_ = folder;
@@ -70,7 +77,8 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
     throw damaged(folder, format("{} is not the one that {} names", kIndexFile, kMarkerFile));
   }
   try {
-    out.index_ = CheckpointIndex::from_json(Json::parse(index_text, (folder / kIndexFile).string()), (folder / kIndexFile).string());
+    out.index_ = CheckpointIndex::from_json(Json::parse(index_text, (folder / kIndexFile).string()),
+                                            (folder / kIndexFile).string());
   } catch (const JsonError& error) {
     throw damaged(folder, error.what());
   }
@@ -78,7 +86,8 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
     std::error_code missing;
     const uint64_t found = fs::file_size(folder / name, missing);
     if (missing || found != file.bytes) {
-      throw damaged(folder, missing ? format("{} is missing", name) : format("{} has {} bytes, expected {}", name, found, file.bytes));
+      throw damaged(folder, missing ? format("{} is missing", name)
+                                    : format("{} has {} bytes, expected {}", name, found, file.bytes));
     }
     if (file.header_bytes == 0) {
       if (sha256_file(folder / name, ExitCode::kCheckpoint) != file.sha256) {
@@ -86,7 +95,8 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
       }
       continue;
     }
-    const MappedFile& mapped = out.files_.emplace(name, MappedFile(folder / name, ExitCode::kCheckpoint)).first->second;
+    const MappedFile& mapped =
+        out.files_.emplace(name, MappedFile(folder / name, ExitCode::kCheckpoint)).first->second;
     if (sha256(part_of(mapped, 0, std::min(file.header_bytes, file.bytes))) != file.sha256) {
       throw damaged(folder, format("the header of {} has changed since it was written (checksum)", name));
     }
@@ -100,18 +110,23 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
       if (file == out.files_.end()) {
         throw damaged(folder, format("\"{}\" is said to be in {}, which holds no tensors", name, slice.file));
       }
-      if (verify == Verify::checksums && sha256(part_of(file->second, slice.offset, slice.bytes)) != slice.sha256) {
-        throw damaged(folder, format("\"{}\" in {} has changed since it was written (checksum)", name, slice.file));
+      if (verify == Verify::checksums &&
+          sha256(part_of(file->second, slice.offset, slice.bytes)) != slice.sha256) {
+        throw damaged(folder,
+                      format("\"{}\" in {} has changed since it was written (checksum)", name, slice.file));
       }
     }
   }
   const std::string state_file = (folder / kStateFile).string();
-  out.state_ = RunState::from_json(Json::parse(read_file(state_file, ExitCode::kCheckpoint), state_file), state_file);
+  out.state_ =
+      RunState::from_json(Json::parse(read_file(state_file, ExitCode::kCheckpoint), state_file), state_file);
   return out;
 }
 
 std::string CheckpointReader::text(const std::string& name) const {
-  return index_.files.contains(name) && !files_.contains(name) ? read_file(folder_ / name, ExitCode::kCheckpoint) : std::string();
+  return index_.files.contains(name) && !files_.contains(name)
+             ? read_file(folder_ / name, ExitCode::kCheckpoint)
+             : std::string();
 }
 
 const SavedTensor& CheckpointReader::tensor(const std::string& name) const {
@@ -123,22 +138,27 @@ const SavedTensor& CheckpointReader::tensor(const std::string& name) const {
   return found->second;
 }
 
-void CheckpointReader::read(const std::string& name, std::span<std::byte> out, std::vector<int64_t> start, std::vector<int64_t> shape) const {
+void CheckpointReader::read(const std::string& name, std::span<std::byte> out, std::vector<int64_t> start,
+                            std::vector<int64_t> shape) const {
   const SavedTensor& saved = tensor(name);
   if (start.empty() && shape.empty()) {
     start.assign(saved.shape.size(), 0);
     shape = saved.shape;
   }
-  SF_CHECK(start.size() == saved.shape.size() && shape.size() == saved.shape.size(), "reading {} {} of \"{}\" {}", start, shape, name, saved.shape);
+  SF_CHECK(start.size() == saved.shape.size() && shape.size() == saved.shape.size(),
+           "reading {} {} of \"{}\" {}", start, shape, name, saved.shape);
   for (size_t axis = 0; axis < shape.size(); ++axis) {
-    SF_CHECK(start[axis] >= 0 && shape[axis] >= 0 && start[axis] + shape[axis] <= saved.shape[axis], "reading {} {} of \"{}\" {}", start, shape,
-             name, saved.shape);
+    SF_CHECK(start[axis] >= 0 && shape[axis] >= 0 && start[axis] + shape[axis] <= saved.shape[axis],
+             "reading {} {} of \"{}\" {}", start, shape, name, saved.shape);
   }
   const uint64_t element_bytes = dtype_bytes(saved.dtype);
   const int64_t count = std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
-  SF_CHECK(out.size() == static_cast<uint64_t>(count) * element_bytes, "{} bytes for {} of \"{}\"", out.size(), shape, name);
+  SF_CHECK(out.size() == static_cast<uint64_t>(count) * element_bytes, "{} bytes for {} of \"{}\"",
+           out.size(), shape, name);
   for (const SavedSlice& slice : saved.slices) {
-    BoxCopy{slice, files_.at(slice.file).bytes().data() + slice.offset, start, shape, out.data(), element_bytes}.run();
+    BoxCopy{slice,        files_.at(slice.file).bytes().data() + slice.offset, start, shape, out.data(),
+            element_bytes}
+        .run();
   }
 }
 

@@ -1,5 +1,5 @@
-// core/checkpoint/reader.hpp: opens a committed checkpoint and reads its tensors, whole or any part of them, whatever the number of ranks
-// that wrote it.
+// core/checkpoint/reader.hpp: opens a committed checkpoint and reads its tensors, whole or any part of them,
+// whatever the number of ranks that wrote it.
 #pragma once
 
 #include <cstddef>
@@ -32,8 +32,10 @@ class CheckpointReader {
 
   /// Throws Error(kCheckpoint) when there is no such tensor.
   [[nodiscard]] const SavedTensor& tensor(const std::string& name) const;
-  /// Copies the box `start`, `shape` of a tensor to `out`, row-major. Empty start and shape: the whole tensor. out.size() must be exact.
-  void read(const std::string& name, std::span<std::byte> out, std::vector<int64_t> start = {}, std::vector<int64_t> shape = {}) const;
+  /// Copies the box `start`, `shape` of a tensor to `out`, row-major. Empty start and shape: the whole
+  /// tensor. out.size() must be exact.
+  void read(const std::string& name, std::span<std::byte> out, std::vector<int64_t> start = {},
+            std::vector<int64_t> shape = {}) const;
 
  private:
   std::filesystem::path folder_;

@@ -35,9 +35,11 @@ CheckpointReader open_or_advise(const fs::path& folder, const fs::path& run_fold
     return CheckpointReader::open(folder);
   } catch (const Error& error) {
     const std::string good = good_one_beside(run_folder, folder);
-    throw Error(error.code(), error.what(),
-                good.empty() ? format("no other complete checkpoint is in {}; start afresh with another run_id", run_folder)
-                             : format("go on from the newest good one: --resume {}", good));
+    throw Error(
+        error.code(), error.what(),
+        good.empty()
+            ? format("no other complete checkpoint is in {}; start afresh with another run_id", run_folder)
+            : format("go on from the newest good one: --resume {}", good));
   }
 }
 
@@ -58,7 +60,8 @@ std::vector<FoundCheckpoint> list_checkpoints(const fs::path& run_folder, Checkp
   for (const auto& entry : fs::directory_iterator(run_folder, missing)) {
     std::string name = entry.path().filename().string();
     const bool partial = name.starts_with(kPartialPrefix);
-    const std::optional<int64_t> step = step_of_folder_name(partial ? std::string_view(name).substr(kPartialPrefix.size()) : name);
+    const std::optional<int64_t> step =
+        step_of_folder_name(partial ? std::string_view(name).substr(kPartialPrefix.size()) : name);
     if (!step || !entry.is_directory()) {
       continue;
     }

@@ -21,14 +21,20 @@ struct FoundCheckpoint {
 };
 
 /// All checkpoints of a run, newest first; an empty list when the folder does not exist.
-[[nodiscard]] std::vector<FoundCheckpoint> list_checkpoints(const std::filesystem::path& run_folder,
-                                                            CheckpointReader::Verify verify = CheckpointReader::Verify::sizes);
+[[nodiscard]] std::vector<FoundCheckpoint> list_checkpoints(
+    const std::filesystem::path& run_folder,
+    CheckpointReader::Verify verify = CheckpointReader::Verify::sizes);
 
 /// Opens, with all checksums, what `which` names:
-///   "auto"   the newest complete checkpoint of the run, nothing when it has none (a save that was cut short is passed over)
+///
+///   "auto"   the newest complete checkpoint of the run, nothing when it has none (a save that was cut short
+///            is passed over)
 ///   "best"   the one of best.json, or the newest when there is no record
 ///   a path   a step's folder, or a run's folder (its newest)
-/// Throws Error(kCheckpoint) when it is damaged, unfinished or missing; the hint names the newest good one beside it.
-[[nodiscard]] std::optional<CheckpointReader> open_checkpoint(const std::filesystem::path& run_folder, const std::string& which);
+///
+/// Throws Error(kCheckpoint) when it is damaged, unfinished or missing; the hint names the newest good one
+/// beside it.
+[[nodiscard]] std::optional<CheckpointReader> open_checkpoint(const std::filesystem::path& run_folder,
+                                                              const std::string& which);
 
 }  // namespace sf

@@ -48,7 +48,8 @@ std::optional<BestRecord> read_best(const fs::path& run_folder) {
     }
     return record;
   } catch (const JsonError& error) {
-    throw Error(ExitCode::kCheckpoint, format("{} is not readable: {}", file, error.what()), "delete this file; it is written again with the next best step");
+    throw Error(ExitCode::kCheckpoint, format("{} is not readable: {}", file, error.what()),
+                "delete this file; it is written again with the next best step");
   }
 }
 
@@ -110,7 +111,8 @@ void point_latest(const fs::path& run_folder, const fs::path& step_folder) {
     fs::rename(partial, link, error);
   }
   if (error) {
-    throw Error(ExitCode::kCheckpoint, format("{}: {}", link, error.message()), "is there something else of this name?");
+    throw Error(ExitCode::kCheckpoint, format("{}: {}", link, error.message()),
+                "is there something else of this name?");
   }
 }
 
@@ -123,7 +125,8 @@ void remove_folder(const fs::path& folder) {
     fs::remove_all(removed, error);
   }
   if (error) {
-    throw Error(ExitCode::kCheckpoint, format("deleting {}: {}", folder, error.message()), "check the permissions of its folder");
+    throw Error(ExitCode::kCheckpoint, format("deleting {}: {}", folder, error.message()),
+                "check the permissions of its folder");
   }
 }
 
@@ -132,14 +135,16 @@ void remove_leftovers(const fs::path& run_folder) {
   std::vector<fs::path> leftovers;
   for (const auto& entry : fs::directory_iterator(run_folder, error)) {
     const std::string name = entry.path().filename().string();
-    if (name.starts_with(".partial-") || name.starts_with(".removed-") || name.find(".partial-") != std::string::npos) {
+    if (name.starts_with(".partial-") || name.starts_with(".removed-") ||
+        name.find(".partial-") != std::string::npos) {
       leftovers.push_back(entry.path());
     }
   }
   for (const fs::path& path : leftovers) {
     fs::remove_all(path, error);
     if (error) {
-      throw Error(ExitCode::kCheckpoint, format("deleting {}: {}", path, error.message()), "check the permissions of its folder");
+      throw Error(ExitCode::kCheckpoint, format("deleting {}: {}", path, error.message()),
+                  "check the permissions of its folder");
     }
   }
 }

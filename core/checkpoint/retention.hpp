@@ -1,7 +1,13 @@
 // core/checkpoint/retention.hpp: which step folders stay. Names in a run's folder:
-//   step-00000100   a checkpoint       latest      a link to the one saved last       best.json   which one scored best
-//   .partial-...    being written      .removed-...   being deleted
-// A folder loses its name before its files are deleted, so a killed deletion leaves no damaged checkpoint behind.
+//
+//   step-00000100   a checkpoint
+//   latest          a link to the one saved last
+//   best.json       which one scored best
+//   .partial-...    being written
+//   .removed-...    being deleted
+//
+// A folder loses its name before its files are deleted, so a killed deletion leaves no damaged checkpoint
+// behind.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +30,17 @@ struct BestRecord {
 
 /// Nothing when there is no record, or its folder is gone.
 [[nodiscard]] std::optional<BestRecord> read_best(const std::filesystem::path& run_folder);
-/// Records a committed step when its score is finite and higher than the best so far. True when it is the new best.
+/// Records a committed step when its score is finite and higher than the best so far. True when it is the new
+/// best.
 bool offer_best(const std::filesystem::path& run_folder, const BestRecord& record);
 
-/// Deletes all but the newest `keep` checkpoints; never the best one and never `just_saved`. keep 0: keeps all. Returns the deleted steps.
-std::vector<int64_t> rotate_checkpoints(const std::filesystem::path& run_folder, int64_t keep, int64_t just_saved);
+/// Deletes all but the newest `keep` checkpoints; never the best one and never `just_saved`. keep 0: keeps
+/// all. Returns the deleted steps.
+std::vector<int64_t> rotate_checkpoints(const std::filesystem::path& run_folder, int64_t keep,
+                                        int64_t just_saved);
 
-/// After the first save of a run that went on from an older step: deletes the checkpoints of the abandoned future (steps above `step`) and
-/// a best record that is one of them. Returns the deleted steps.
+/// After the first save of a run that went on from an older step: deletes the checkpoints of the abandoned
+/// future (steps above `step`) and a best record that is one of them. Returns the deleted steps.
 std::vector<int64_t> discard_newer_than(const std::filesystem::path& run_folder, int64_t step);
 
 /// Makes the link `latest` point to `step_folder`, in one move.
@@ -40,7 +49,8 @@ void point_latest(const std::filesystem::path& run_folder, const std::filesystem
 /// Takes a folder's name away, then deletes it. Throws Error(kCheckpoint).
 void remove_folder(const std::filesystem::path& folder);
 
-/// Deletes what killed runs left: partial and removed folders, temporary files. A run folder belongs to one run at a time.
+/// Deletes what killed runs left: partial and removed folders, temporary files. A run folder belongs to one
+/// run at a time.
 void remove_leftovers(const std::filesystem::path& run_folder);
 
 }  // namespace sf

@@ -43,7 +43,8 @@ sf_status empty_status() {
 void check(int32_t code, const sf_status& status, int64_t step) {
   if (code != SF_OK) {
     throw Error(ExitCode::kCheckpoint,
-                format("saving step {}: {}", step, status.what[0] != '\0' ? std::string(status.what) : "the checkpoint writer failed"),
+                format("saving step {}: {}", step,
+                       status.what[0] != '\0' ? std::string(status.what) : "the checkpoint writer failed"),
                 status.hint);
   }
 }
@@ -61,16 +62,23 @@ void on_disk(const std::string& doing, const Function& function) {
 
 }  // namespace
 
-RankSave::RankSave(Arguments arguments) : arguments_(std::move(arguments)), layout_(lay_out_rank_file(arguments_.tensors)) {
+RankSave::RankSave(Arguments arguments)
+    : arguments_(std::move(arguments)), layout_(lay_out_rank_file(arguments_.tensors)) {
   const std::string file = rank_file_name(arguments_.rank);
   const auto [functions, instance] = arguments_.writer;
   sf_status status = empty_status();
-  check(functions->begin(instance, arguments_.folder.c_str(), arguments_.step, &status), status, arguments_.step);
+  check(functions->begin(instance, arguments_.folder.c_str(), arguments_.step, &status), status,
+        arguments_.step);
   const auto put = [&](uint64_t offset, const void* data, uint64_t bytes) {
     Lease& lease = leases_.emplace_back();
     lease.bytes = {static_cast<const std::byte*>(data), bytes};
-    const sf_write piece = {.struct_size = sizeof(sf_write), .reserved = 0, .file = file.c_str(), .offset = offset, .data = data,
-                            .bytes = bytes, .lease = &lease};
+    const sf_write piece = {.struct_size = sizeof(sf_write),
+                            .reserved = 0,
+                            .file = file.c_str(),
+                            .offset = offset,
+                            .data = data,
+                            .bytes = bytes,
+                            .lease = &lease};
     check(functions->put(instance, &piece, Lease::release, &status), status, arguments_.step);
   };
   try {
@@ -97,7 +105,8 @@ bool RankSave::is_done() {
   if (!done_) {
     sf_status status = empty_status();
     int64_t step = -1;
-    check(arguments_.writer.functions->poll(arguments_.writer.instance, &step, &status), status, arguments_.step);
+    check(arguments_.writer.functions->poll(arguments_.writer.instance, &step, &status), status,
+          arguments_.step);
     done_ = step >= arguments_.step;
   }
   return done_;
@@ -107,22 +116,25 @@ void RankSave::wait() {
   sf_status status = empty_status();
   check(arguments_.writer.functions->wait(arguments_.writer.instance, -1, &status), status, arguments_.step);
   if (!is_done()) {
-    throw Error(ExitCode::kCheckpoint, format("saving step {}: the checkpoint writer is idle, and the step is not on disk", arguments_.step),
-                "this is a mistake of the writer plugin");
+    throw Error(
+        ExitCode::kCheckpoint,
+        format("saving step {}: the checkpoint writer is idle, and the step is not on disk", arguments_.step),
+        "this is a mistake of the writer plugin");
   }
 }
 
 CheckpointIndex RankSave::index() const {
   SF_CHECK(done_, "index of step {} before it is done", arguments_.step);
   for (const Lease& lease : leases_) {
-    SF_CHECK(lease.released.load(std::memory_order_acquire), "the checkpoint writer says done and keeps a buffer of step {}",
-             arguments_.step);
+    SF_CHECK(lease.released.load(std::memory_order_acquire),
+             "the checkpoint writer says done and keeps a buffer of step {}", arguments_.step);
   }
   const std::string file = rank_file_name(arguments_.rank);
   CheckpointIndex out;
   out.step = arguments_.step;
   out.world_size = arguments_.world_size;
-  out.files[file] = {.bytes = layout_.bytes, .header_bytes = layout_.header.size(), .sha256 = leases_.front().sha256};
+  out.files[file] = {
+      .bytes = layout_.bytes, .header_bytes = layout_.header.size(), .sha256 = leases_.front().sha256};
   for (size_t k = 0; k < layout_.order.size(); ++k) {
     const size_t i = layout_.order[k];
     const TensorSlice& tensor = arguments_.tensors[i];
@@ -149,8 +161,8 @@ fs::path make_partial_folder(const fs::path& run_folder, int64_t step) {
   return partial;
 }
 
-fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointIndex index, const RunState& state,
-                           const std::vector<TextFile>& texts) {
+fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointIndex index,
+                           const RunState& state, const std::vector<TextFile>& texts) {
   const fs::path partial = run_folder / (std::string(kPartialPrefix) + step_folder_name(step));
   const fs::path folder = run_folder / step_folder_name(step);
   const auto add = [&](const std::string& name, const std::string& text) {
@@ -160,18 +172,21 @@ fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointI
   index.check_cover();
   add(kStateFile, state.to_json().dump(1) + "\n");
   for (const TextFile& file : texts) {
-    SF_CHECK(!index.files.contains(file.name) && file.name != kIndexFile && file.name != kMarkerFile, "two files \"{}\"", file.name);
+    SF_CHECK(!index.files.contains(file.name) && file.name != kIndexFile && file.name != kMarkerFile,
+             "two files \"{}\"", file.name);
     add(file.name, file.text);
   }
   const std::string index_text = index.to_json().dump(1) + "\n";
   atomic_write(partial / kIndexFile, index_text, ExitCode::kCheckpoint);
-  atomic_write(partial / kMarkerFile, format("step {}\nindex {}\n", step, sha256(index_text)), ExitCode::kCheckpoint);
+  atomic_write(partial / kMarkerFile, format("step {}\nindex {}\n", step, sha256(index_text)),
+               ExitCode::kCheckpoint);
 
   if (!fs::exists(folder)) {
     on_disk(format("committing step {}", step), [&] { fs::rename(partial, folder); });
   } else if (renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, folder.c_str(), RENAME_EXCHANGE) == 0) {
-    remove_folder(partial);  // what had the name before
-  } else if (errno == EINVAL || errno == ENOSYS) {  // a file system that can't exchange names: a moment without either, both stay on disk
+    remove_folder(partial);                         // what had the name before
+  } else if (errno == EINVAL || errno == ENOSYS) {  // a file system that can't exchange names: a moment
+                                                    // without either, both stay on disk
     on_disk(format("committing step {}", step), [&] {
       const fs::path before = run_folder / (".removed-" + step_folder_name(step));
       fs::remove_all(before);
@@ -180,14 +195,16 @@ fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointI
       fs::remove_all(before);
     });
   } else {
-    throw Error(ExitCode::kCheckpoint, format("committing step {}: renaming to {}: {}", step, folder, std::generic_category().message(errno)));
+    throw Error(ExitCode::kCheckpoint, format("committing step {}: renaming to {}: {}", step, folder,
+                                              std::generic_category().message(errno)));
   }
   sync_path(run_folder, ExitCode::kCheckpoint);
   point_latest(run_folder, folder);
   return folder;
 }
 
-CheckpointSaver::CheckpointSaver(fs::path run_folder, CheckpointWriter writer) : run_folder_(std::move(run_folder)), writer_(writer) {
+CheckpointSaver::CheckpointSaver(fs::path run_folder, CheckpointWriter writer)
+    : run_folder_(std::move(run_folder)), writer_(writer) {
   remove_leftovers(run_folder_);
 }
 
@@ -201,18 +218,20 @@ void CheckpointSaver::start(Request request) {
   const uint64_t free = free_bytes(run_folder_);
   if (free < bytes) {
     throw Error(ExitCode::kCheckpoint,
-                format("saving step {} takes {}, and {} has {} free", step, human_bytes(bytes), run_folder_, human_bytes(free)),
-                "free some space on this disk, lower training.max_checkpoints, or set output_dir; the last complete checkpoint is untouched");
+                format("saving step {} takes {}, and {} has {} free", step, human_bytes(bytes), run_folder_,
+                       human_bytes(free)),
+                "free some space on this disk, lower training.max_checkpoints, or set output_dir; the last "
+                "complete checkpoint is untouched");
   }
   partial_ = make_partial_folder(run_folder_, step);
   state_ = std::move(request.state);
   texts_ = std::move(request.texts);
   try {
     save_ = std::make_unique<RankSave>(RankSave::Arguments{.writer = writer_,
-                                                          .folder = partial_,
-                                                          .step = step,
-                                                          .tensors = std::move(request.tensors),
-                                                          .keep_alive = std::move(request.keep_alive)});
+                                                           .folder = partial_,
+                                                           .step = step,
+                                                           .tensors = std::move(request.tensors),
+                                                           .keep_alive = std::move(request.keep_alive)});
     if (save_->is_done()) {
       commit();
     }
@@ -255,7 +274,8 @@ void CheckpointSaver::commit() {
   try {
     last_committed_ = commit_checkpoint(run_folder_, save_->step(), save_->index(), state_, texts_);
   } catch (const Error& error) {
-    throw error.code() == ExitCode::kCheckpoint ? error.within(format("saving step {}", save_->step())) : error;
+    throw error.code() == ExitCode::kCheckpoint ? error.within(format("saving step {}", save_->step()))
+                                                : error;
   }
   save_.reset();
 }

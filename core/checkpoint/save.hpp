@@ -1,13 +1,13 @@
 // core/checkpoint/save.hpp: from slices in memory to a committed step folder.
 //
-// Everything is written to `.partial-step-N` beside the step folders. When the writers of all ranks are done, rank 0 adds state and index,
-// then the marker, and gives the folder its name: until then the step does not exist, after that it is whole.
+// Everything is written to `.partial-step-N` beside the step folders. When the writers of all ranks are done,
+// rank 0 adds state and index, then the marker, and gives the folder its name: until then the step does not
+// exist, after that it is whole.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <filesystem>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,7 +18,8 @@
 
 namespace sf {
 
-/// One rank's tensors on their way to its file. Hands all pieces to the writer at once; checksums are taken as the writer gives them back.
+/// One rank's tensors on their way to its file. Hands all pieces to the writer at once; checksums are taken
+/// as the writer gives them back.
 class RankSave {
  public:
   struct Arguments {
@@ -27,10 +28,11 @@ class RankSave {
     int64_t step = 0;
     int rank = 0;
     int world_size = 1;
-    std::vector<TensorSlice> tensors = {};    // their data is borrowed until is_done()
-    std::shared_ptr<const void> keep_alive = {};   // dropped with this object
+    std::vector<TensorSlice> tensors = {};        // their data is borrowed until is_done()
+    std::shared_ptr<const void> keep_alive = {};  // dropped with this object
   };
-  /// begin, put, finish. Throws Error(kCheckpoint) when the writer refuses; nothing is borrowed any more then.
+  /// begin, put, finish. Throws Error(kCheckpoint) when the writer refuses; nothing is borrowed any more
+  /// then.
   explicit RankSave(Arguments arguments);
   ~RankSave();
   RankSave(const RankSave&) = delete;
@@ -58,12 +60,15 @@ struct TextFile {
   std::string name, text;
 };
 
-/// Where a step is written before it is committed: makes `.partial-step-N` in `run_folder` (and that), empty. Rank 0 calls it.
-[[nodiscard]] std::filesystem::path make_partial_folder(const std::filesystem::path& run_folder, int64_t step);
+/// Where a step is written before it is committed: makes `.partial-step-N` in `run_folder` (and that), empty.
+/// Rank 0 calls it.
+[[nodiscard]] std::filesystem::path make_partial_folder(const std::filesystem::path& run_folder,
+                                                        int64_t step);
 
-/// Rank 0, when all ranks are done: writes state, texts, index and marker, names the folder, points `latest` to it. A step folder of the same
-/// name is replaced in one move. Returns the step's folder.
-std::filesystem::path commit_checkpoint(const std::filesystem::path& run_folder, int64_t step, CheckpointIndex index, const RunState& state,
+/// Rank 0, when all ranks are done: writes state, texts, index and marker, names the folder, points `latest`
+/// to it. A step folder of the same name is replaced in one move. Returns the step's folder.
+std::filesystem::path commit_checkpoint(const std::filesystem::path& run_folder, int64_t step,
+                                        CheckpointIndex index, const RunState& state,
                                         const std::vector<TextFile>& texts);
 
 /// Saves of a run with one process, one at a time. All errors are Error(kCheckpoint) that name the step.
@@ -78,8 +83,8 @@ class CheckpointSaver {
     std::vector<TextFile> texts = {};
     std::shared_ptr<const void> keep_alive = {};  // owns what the tensors borrow
   };
-  /// Waits for a save in flight, checks the free space, hands everything to the writer and returns. With the built-in writer all is on disk
-  /// then and the step is committed.
+  /// Waits for a save in flight, checks the free space, hands everything to the writer and returns. With the
+  /// built-in writer all is on disk then and the step is committed.
   void start(Request request);
   /// Commits what is done. The folder of a step that was committed by this call.
   std::optional<std::filesystem::path> poll();

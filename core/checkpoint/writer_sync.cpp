@@ -31,15 +31,20 @@ struct SyncWriter::State {
 
 namespace {
 
-SyncWriter::State& state_of(sf_instance* instance) { return *reinterpret_cast<SyncWriter::State*>(instance); }
+SyncWriter::State& state_of(sf_instance* instance) {
+  return *reinterpret_cast<SyncWriter::State*>(instance);
+}
 
 // One piece or file went wrong: the step is given up.
-int32_t fail(SyncWriter::State& state, sf_status* status, const char* doing, const std::string& file, int number) {
+int32_t fail(SyncWriter::State& state, sf_status* status, const char* doing, const std::string& file,
+             int number) {
   const bool full = number == ENOSPC || number == EDQUOT || number == EFBIG;
-  std::snprintf(status->what, sizeof status->what, "%s %s/%s: %s", doing, state.directory.c_str(), file.c_str(),
-                std::generic_category().message(number).c_str());
+  std::snprintf(status->what, sizeof status->what, "%s %s/%s: %s", doing, state.directory.c_str(),
+                file.c_str(), std::generic_category().message(number).c_str());
   std::snprintf(status->hint, sizeof status->hint, "%s",
-                full ? "free some space on this disk, or lower training.max_checkpoints; the last complete checkpoint is untouched" : "");
+                full ? "free some space on this disk, or lower training.max_checkpoints; the last complete "
+                       "checkpoint is untouched"
+                     : "");
   status->code = SF_IO;
   state.close_all();
   state.step = -1;
@@ -103,16 +108,27 @@ int32_t poll(sf_instance* instance, int64_t* done_step, sf_status*) {
   return SF_OK;
 }
 
-int32_t wait(sf_instance*, int64_t, sf_status*) { return SF_OK; }  // nothing is ever in flight
+int32_t wait(sf_instance*, int64_t, sf_status*) {
+  return SF_OK;
+}  // nothing is ever in flight
 
-constexpr sf_checkpoint_writer kFunctions = {
-    .struct_size = sizeof(sf_checkpoint_writer), .reserved = 0, .begin = begin, .put = put, .finish = finish, .poll = poll, .wait = wait};
+constexpr sf_checkpoint_writer kFunctions = {.struct_size = sizeof(sf_checkpoint_writer),
+                                             .reserved = 0,
+                                             .begin = begin,
+                                             .put = put,
+                                             .finish = finish,
+                                             .poll = poll,
+                                             .wait = wait};
 
 }  // namespace
 
 SyncWriter::SyncWriter() : state_(std::make_unique<State>()) {}
-SyncWriter::~SyncWriter() { state_->close_all(); }
+SyncWriter::~SyncWriter() {
+  state_->close_all();
+}
 
-CheckpointWriter SyncWriter::writer() const { return {&kFunctions, reinterpret_cast<sf_instance*>(state_.get())}; }
+CheckpointWriter SyncWriter::writer() const {
+  return {&kFunctions, reinterpret_cast<sf_instance*>(state_.get())};
+}
 
 }  // namespace sf

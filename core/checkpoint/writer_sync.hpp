@@ -1,5 +1,5 @@
-// core/checkpoint/writer_sync.hpp: the built-in checkpoint writer. It writes each piece when it gets it and syncs in finish: simple, and the
-// oracle that other writers are compared with.
+// core/checkpoint/writer_sync.hpp: the built-in checkpoint writer. It writes each piece when it gets it and
+// syncs in finish: simple, and the oracle that other writers are compared with.
 #pragma once
 
 #include <memory>

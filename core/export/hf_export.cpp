@@ -34,7 +34,8 @@ const Json* find_dotted(const Json& config, std::string_view dotted) {
   return at;
 }
 
-// The first element that is not finite, or -1. Both types end in sign, exponent, fraction: all exponent bits set is Inf or NaN.
+// The first element that is not finite, or -1. Both types end in sign, exponent, fraction: all exponent bits
+// set is Inf or NaN.
 int64_t first_not_finite(const ExportTensor& tensor) {
   const auto find = [&]<class Bits>(Bits exponent) -> int64_t {
     for (uint64_t i = 0; i < tensor.bytes / sizeof(Bits); ++i) {
@@ -60,7 +61,8 @@ std::string torch_name(const std::string& dtype) {
 }
 
 [[noreturn]] void fail_on_disk(const fs::path& path, int number) {
-  throw Error(ExitCode::kCheckpoint, format("export: writing {}: {}", path, std::generic_category().message(number)),
+  throw Error(ExitCode::kCheckpoint,
+              format("export: writing {}: {}", path, std::generic_category().message(number)),
               "free some space on this disk, or choose another folder; nothing was changed there");
 }
 
@@ -68,7 +70,11 @@ std::string torch_name(const std::string& dtype) {
 std::string write_safetensors(const fs::path& path, std::span<const ExportTensor> tensors) {
   std::vector<TensorSlice> slices;
   for (const ExportTensor& tensor : tensors) {
-    slices.push_back({.name = tensor.name, .dtype = tensor.dtype, .global_shape = tensor.shape, .data = tensor.data, .bytes = tensor.bytes});
+    slices.push_back({.name = tensor.name,
+                      .dtype = tensor.dtype,
+                      .global_shape = tensor.shape,
+                      .data = tensor.data,
+                      .bytes = tensor.bytes});
   }
   const RankFileLayout layout = lay_out_rank_file(slices);
   Sha256 sum;
@@ -81,7 +87,8 @@ std::string write_safetensors(const fs::path& path, std::span<const ExportTensor
     sum.add(std::span(static_cast<const std::byte*>(data), bytes));
     constexpr uint64_t kLargestWrite = uint64_t{1} << 30;  // write takes a little less than 2 GiB at most
     for (uint64_t done = 0; failure == 0 && done < bytes;) {
-      const ssize_t got = write(file, static_cast<const char*>(data) + done, std::min(bytes - done, kLargestWrite));
+      const ssize_t got =
+          write(file, static_cast<const char*>(data) + done, std::min(bytes - done, kLargestWrite));
       if (got >= 0) {
         done += static_cast<uint64_t>(got);
       } else if (errno != EINTR) {
@@ -107,7 +114,8 @@ std::string write_safetensors(const fs::path& path, std::span<const ExportTensor
 
 bool is_export(const fs::path& folder) {
   try {
-    return fs::exists(folder / kRecordFile) && Json::parse(read_file(folder / kRecordFile)).at("format").as_string() == kRecordFormat;
+    return fs::exists(folder / kRecordFile) &&
+           Json::parse(read_file(folder / kRecordFile)).at("format").as_string() == kRecordFormat;
   } catch (const std::exception&) {
     return false;
   }
@@ -115,19 +123,21 @@ bool is_export(const fs::path& folder) {
 
 }  // namespace
 
-std::vector<std::string> contract_problems(const KeyContract& contract, const Json& config, std::span<const ExportTensor> tensors,
-                                           const std::string& dtype) {
+std::vector<std::string> contract_problems(const KeyContract& contract, const Json& config,
+                                           std::span<const ExportTensor> tensors, const std::string& dtype) {
   std::vector<std::string> problems;
   for (const std::string& key : contract.config_keys) {
     const Json* found = find_dotted(config, key);
     if (found == nullptr || found->is_null()) {
-      problems.push_back(format("config.json: \"{}\" is {}, and the engine reads it", key, found == nullptr ? "missing" : "null"));
+      problems.push_back(format("config.json: \"{}\" is {}, and the engine reads it", key,
+                                found == nullptr ? "missing" : "null"));
     }
   }
   for (const char* key : {"dtype", "torch_dtype"}) {
     const Json* stated = config.find(key);
     if (stated != nullptr && !(stated->is_string() && stated->as_string() == torch_name(dtype))) {
-      problems.push_back(format("config.json: \"{}\" is {}, and the tensors are {}", key, stated->dump(), torch_name(dtype)));
+      problems.push_back(format("config.json: \"{}\" is {}, and the tensors are {}", key, stated->dump(),
+                                torch_name(dtype)));
     }
   }
   std::map<std::string, const KeyContract::Tensor*> missing;
@@ -137,11 +147,13 @@ std::vector<std::string> contract_problems(const KeyContract& contract, const Js
   for (const ExportTensor& tensor : tensors) {
     const auto wanted = missing.find(tensor.name);
     if (wanted == missing.end()) {
-      problems.push_back(format("tensor \"{}\" {} is not one that the engine knows, or is there twice", tensor.name, tensor.shape));
+      problems.push_back(format("tensor \"{}\" {} is not one that the engine knows, or is there twice",
+                                tensor.name, tensor.shape));
       continue;
     }
     if (wanted->second->shape != tensor.shape) {
-      problems.push_back(format("tensor \"{}\" has shape {}, expected {}", tensor.name, tensor.shape, wanted->second->shape));
+      problems.push_back(format("tensor \"{}\" has shape {}, expected {}", tensor.name, tensor.shape,
+                                wanted->second->shape));
     }
     if (tensor.dtype != dtype) {
       problems.push_back(format("tensor \"{}\" is {}, expected {}", tensor.name, tensor.dtype, dtype));
@@ -158,11 +170,15 @@ std::vector<std::string> contract_problems(const KeyContract& contract, const Js
 }
 
 void write_hf_export(const HfExport& request) {
-  const std::vector<std::string> problems = contract_problems(request.contract, request.config, request.tensors, request.dtype);
+  const std::vector<std::string> problems =
+      contract_problems(request.contract, request.config, request.tensors, request.dtype);
   if (!problems.empty()) {
-    throw Error(ExitCode::kInternal, format("export: {} {} with the engine's key contract, nothing was written:\n  {}", problems.size(),
-                                            problems.size() == 1 ? "conflict" : "conflicts", join(problems, "\n  ")),
-                "an engine would load this without an error and draft nonsense; is the algorithm plugin of another version than the checkpoint?");
+    throw Error(
+        ExitCode::kInternal,
+        format("export: {} {} with the engine's key contract, nothing was written:\n  {}", problems.size(),
+               problems.size() == 1 ? "conflict" : "conflicts", join(problems, "\n  ")),
+        "an engine would load this without an error and draft nonsense; is the algorithm plugin of another "
+        "version than the checkpoint?");
   }
   fs::path folder = fs::absolute(request.folder).lexically_normal();
   if (!folder.has_filename()) {
@@ -171,7 +187,8 @@ void write_hf_export(const HfExport& request) {
   const bool exists = fs::exists(fs::symlink_status(folder));
   const bool is_empty_folder = exists && fs::is_directory(folder) && fs::is_empty(folder);
   if (exists && !is_empty_folder && !is_export(folder)) {
-    throw Error(ExitCode::kUsage, format("export: {} exists and is not an export of this program (no {})", folder, kRecordFile),
+    throw Error(ExitCode::kUsage,
+                format("export: {} exists and is not an export of this program (no {})", folder, kRecordFile),
                 "choose another folder, or remove it");
   }
   const fs::path partial = folder.parent_path() / (".partial-" + folder.filename().string());
@@ -181,10 +198,11 @@ void write_hf_export(const HfExport& request) {
     const std::string config_text = request.config.dump(2) + "\n";
     const std::string tensors_sum = write_safetensors(partial / "model.safetensors", request.tensors);
     atomic_write(partial / "config.json", config_text, ExitCode::kCheckpoint);
-    const Json record = Json::object({{"format", kRecordFormat},
-                                      {"version", 1},
-                                      {"files", Json::object({{"config.json", sha256(config_text)}, {"model.safetensors", tensors_sum}})},
-                                      {"origin", request.origin}});
+    const Json record = Json::object(
+        {{"format", kRecordFormat},
+         {"version", 1},
+         {"files", Json::object({{"config.json", sha256(config_text)}, {"model.safetensors", tensors_sum}})},
+         {"origin", request.origin}});
     atomic_write(partial / kRecordFile, record.dump(2) + "\n", ExitCode::kCheckpoint);
     if (exists && !is_empty_folder) {
       if (renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, folder.c_str(), RENAME_EXCHANGE) != 0) {

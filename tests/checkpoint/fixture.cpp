@@ -31,8 +31,16 @@ SmallRun::SmallRun(int64_t step_, int64_t rows) : step(step_), counter(step_) {
 
 std::vector<TensorSlice> SmallRun::tensors() const {
   const int64_t rows = static_cast<int64_t>(weights.size()) / 3;
-  return {{.name = "moments/fc", .dtype = "BF16", .global_shape = {rows, 3}, .data = moments.data(), .bytes = moments.size() * 2},
-          {.name = "weights/fc", .dtype = "F32", .global_shape = {rows, 3}, .data = weights.data(), .bytes = weights.size() * 4},
+  return {{.name = "moments/fc",
+           .dtype = "BF16",
+           .global_shape = {rows, 3},
+           .data = moments.data(),
+           .bytes = moments.size() * 2},
+          {.name = "weights/fc",
+           .dtype = "F32",
+           .global_shape = {rows, 3},
+           .data = weights.data(),
+           .bytes = weights.size() * 4},
           {.name = "counter", .dtype = "I64", .global_shape = {}, .data = &counter, .bytes = 8}};
 }
 
@@ -57,7 +65,10 @@ RunState SmallRun::state() const {
 }
 
 CheckpointSaver::Request SmallRun::request() const {
-  return {.state = state(), .tensors = tensors(), .texts = {{"recipe.toml", "run_id = \"small\"\n"}}, .keep_alive = nullptr};
+  return {.state = state(),
+          .tensors = tensors(),
+          .texts = {{"recipe.toml", "run_id = \"small\"\n"}},
+          .keep_alive = nullptr};
 }
 
 bool holds_its_step(const CheckpointReader& reader, int64_t rows) {
@@ -68,8 +79,8 @@ bool holds_its_step(const CheckpointReader& reader, int64_t rows) {
   reader.read("weights/fc", std::as_writable_bytes(std::span(weights)));
   reader.read("moments/fc", std::as_writable_bytes(std::span(moments)));
   reader.read("counter", std::as_writable_bytes(std::span(&counter, 1)));
-  return weights == expected.weights && moments == expected.moments && counter == expected.step && reader.state().step == expected.step &&
-         reader.state().to_json() == expected.state().to_json();
+  return weights == expected.weights && moments == expected.moments && counter == expected.step &&
+         reader.state().step == expected.step && reader.state().to_json() == expected.state().to_json();
 }
 
 std::vector<std::string> names_in(const fs::path& folder) {

@@ -1,4 +1,5 @@
-// A small run to save: tensors whose values follow from the step, so that any checkpoint can be checked without knowing who wrote it.
+// A small run to save: tensors whose values follow from the step, so that any checkpoint can be checked
+// without knowing who wrote it.
 #pragma once
 
 #include <cstddef>
@@ -50,7 +51,8 @@ std::string checkpoint_error(const Action& action) {
   try {
     action();
   } catch (const Error& error) {
-    return error.code() == ExitCode::kCheckpoint ? std::string(error.what()) + "\n" + error.hint() : std::string("another code: ") + error.what();
+    return error.code() == ExitCode::kCheckpoint ? std::string(error.what()) + "\n" + error.hint()
+                                                 : std::string("another code: ") + error.what();
   }
   return "";
 }

@@ -35,8 +35,8 @@ TEST_CASE("checkpoint: what was saved is what is read, state and texts included"
   CHECK(reader.state().seed == 0xfedcba9876543210);
   CHECK(reader.text("recipe.toml") == "run_id = \"small\"\n");
   CHECK(reader.text("nothing.txt").empty());
-  CHECK(test::names_in(step) ==
-        std::vector<std::string>{"COMMITTED", "index.json", "rank00000.safetensors", "recipe.toml", "state.json"});
+  CHECK(test::names_in(step) == std::vector<std::string>{"COMMITTED", "index.json", "rank00000.safetensors",
+                                                         "recipe.toml", "state.json"});
   CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000030"});
   CHECK(fs::canonical(folder.path() / "latest") == fs::canonical(step));
 }
@@ -53,7 +53,8 @@ TEST_CASE("checkpoint: names of steps sort as the steps do and read back") {
   CHECK(step_folder_name(100) == "step-00000100");
   CHECK(step_of_folder_name("step-00000100") == 100);
   CHECK(step_of_folder_name(step_folder_name(1234567890)) == 1234567890);
-  for (const char* other : {"step-100", "step-0000010x", "latest", "step-", "step--0000001", ".partial-step-00000100"}) {
+  for (const char* other :
+       {"step-100", "step-0000010x", "latest", "step-", "step--0000001", ".partial-step-00000100"}) {
     CAPTURE(other);
     CHECK_FALSE(step_of_folder_name(other).has_value());
   }
@@ -79,7 +80,8 @@ TEST_CASE("checkpoint: slices that contradict themselves are our mistake") {
   short_one.bytes = 12;
   odd_dtype.dtype = "float32";
   no_data.data = nullptr;
-  for (const std::vector<TensorSlice>& bad : {std::vector{short_one}, std::vector{odd_dtype}, std::vector{no_data}, std::vector{good, good}}) {
+  for (const std::vector<TensorSlice>& bad :
+       {std::vector{short_one}, std::vector{odd_dtype}, std::vector{no_data}, std::vector{good, good}}) {
     CHECK_THROWS_AS((void)lay_out_rank_file(bad), Error);
   }
 }
@@ -101,7 +103,13 @@ fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write) {
                    .step = 7,
                    .rank = rank,
                    .world_size = 2,
-                   .tensors = {{.name = "m", .dtype = "F32", .global_shape = {4, 6}, .start = {rank * 2, 0}, .shape = {2, 6}, .data = half.data(), .bytes = 48}},
+                   .tensors = {{.name = "m",
+                                .dtype = "F32",
+                                .global_shape = {4, 6},
+                                .start = {rank * 2, 0},
+                                .shape = {2, 6},
+                                .data = half.data(),
+                                .bytes = 48}},
                    .keep_alive = nullptr});
     save.wait();
     index.merge(save.index());
@@ -126,17 +134,19 @@ TEST_CASE("checkpoint: any part of a tensor can be read, whichever ranks wrote i
 
 TEST_CASE("checkpoint: a rank that did not write its part stops the commit") {
   TempFolder folder;
-  CHECK(checkpoint_error([&] { save_by_two_ranks(folder.path(), 1); }).find("hold 12 of 24 elements") != std::string::npos);
+  CHECK(checkpoint_error([&] { save_by_two_ranks(folder.path(), 1); }).find("hold 12 of 24 elements") !=
+        std::string::npos);
   CHECK_FALSE(fs::exists(folder.path() / "step-00000007"));
 }
 
 TEST_CASE("checkpoint: overlapping slices are refused") {
   CheckpointIndex index;
   index.files["f"] = {.bytes = 1000, .header_bytes = 64, .sha256 = ""};
-  index.tensors["m"] = {.dtype = "F32",
-                        .shape = {4},
-                        .slices = {{.file = "f", .offset = 64, .bytes = 8, .start = {0}, .shape = {2}, .sha256 = ""},
-                                   {.file = "f", .offset = 72, .bytes = 8, .start = {1}, .shape = {2}, .sha256 = ""}}};
+  index.tensors["m"] = {
+      .dtype = "F32",
+      .shape = {4},
+      .slices = {{.file = "f", .offset = 64, .bytes = 8, .start = {0}, .shape = {2}, .sha256 = ""},
+                 {.file = "f", .offset = 72, .bytes = 8, .start = {1}, .shape = {2}, .sha256 = ""}}};
   CHECK(checkpoint_error([&] { index.check_cover(); }).find("overlap") != std::string::npos);
 }
 
@@ -150,8 +160,10 @@ struct Damage {
 
 TEST_CASE("checkpoint: every kind of damage is found and named") {
   const Damage cases[] = {
-      {"last byte of a tensor", "rank00000.safetensors", 0, -1, "\"moments/fc\" in rank00000.safetensors has changed"},
-      {"first byte of a tensor", "rank00000.safetensors", 0, -98, "\"counter\" in rank00000.safetensors has changed"},
+      {"last byte of a tensor", "rank00000.safetensors", 0, -1,
+       "\"moments/fc\" in rank00000.safetensors has changed"},
+      {"first byte of a tensor", "rank00000.safetensors", 0, -98,
+       "\"counter\" in rank00000.safetensors has changed"},
       {"header", "rank00000.safetensors", 0, 20, "header of rank00000.safetensors has changed"},
       {"tensors cut", "rank00000.safetensors", 1, -1, "bytes, expected"},
       {"tensors gone", "rank00000.safetensors", 2, 0, "rank00000.safetensors is missing"},
@@ -188,17 +200,25 @@ TEST_CASE("checkpoint: an index of a newer version, or one that leaves its folde
   Json json = CheckpointIndex{}.to_json();
   CHECK_NOTHROW((void)CheckpointIndex::from_json(json, "index"));
   json.set("version", kCheckpointVersion + 1);
-  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(json, "index"); }).find("this program reads up to") != std::string::npos);
+  CHECK(checkpoint_error([&] {
+          (void)CheckpointIndex::from_json(json, "index");
+        }).find("this program reads up to") != std::string::npos);
   CheckpointIndex outside;
   outside.files["../secret"] = {.bytes = 1, .header_bytes = 0, .sha256 = ""};
-  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(outside.to_json(), "index"); }).find("leaves") != std::string::npos);
-  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(Json::array(), "index"); }).find("not a checkpoint's index") != std::string::npos);
+  CHECK(checkpoint_error([&] {
+          (void)CheckpointIndex::from_json(outside.to_json(), "index");
+        }).find("leaves") != std::string::npos);
+  CHECK(checkpoint_error([&] {
+          (void)CheckpointIndex::from_json(Json::array(), "index");
+        }).find("not a checkpoint's index") != std::string::npos);
 }
 
 TEST_CASE("checkpoint: a tensor that is not there is an error that names it") {
   TempFolder folder;
   const CheckpointReader reader = CheckpointReader::open(save(folder.path(), 3));
-  CHECK(checkpoint_error([&] { (void)reader.tensor("weights/missing"); }).find("no tensor \"weights/missing\"") != std::string::npos);
+  CHECK(checkpoint_error([&] {
+          (void)reader.tensor("weights/missing");
+        }).find("no tensor \"weights/missing\"") != std::string::npos);
 }
 
 TEST_CASE("checkpoint: a run that differs is not a continuation, and every difference is named at once") {

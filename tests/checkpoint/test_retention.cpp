@@ -46,7 +46,8 @@ BestRecord scored(int64_t step, double score) {
 }
 
 void spoil(const fs::path& run_folder, int64_t step) {
-  std::fstream file(run_folder / step_folder_name(step) / "rank00000.safetensors", std::ios::in | std::ios::out | std::ios::binary);
+  std::fstream file(run_folder / step_folder_name(step) / "rank00000.safetensors",
+                    std::ios::in | std::ios::out | std::ios::binary);
   file.seekp(-1, std::ios::end);
   file.put('\x55');
 }
@@ -138,10 +139,12 @@ TEST_CASE("resume: naming an unfinished or missing one is an error that names a 
   TempFolder folder;
   save_steps(folder.path(), {10});
   fs::create_directory(folder.path() / "step-00000040");
-  const std::string unfinished = checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000040"); });
+  const std::string unfinished =
+      checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000040"); });
   CHECK(unfinished.find("cut short") != std::string::npos);
   CHECK(unfinished.find("step-00000010") != std::string::npos);
-  const std::string missing = checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000077"); });
+  const std::string missing =
+      checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000077"); });
   CHECK(missing.find("does not exist") != std::string::npos);
   CHECK(missing.find("step-00000010") != std::string::npos);
 }

@@ -45,7 +45,9 @@ namespace fs = std::filesystem;
   _exit(1);
 }
 
-TEST_CASE("checkpoint: killed at any moment, the newest committed step is whole and never older than the last one seen") {
+TEST_CASE(
+    "checkpoint: killed at any moment, the newest committed step is whole and never older than the last one "
+    "seen") {
   constexpr int64_t kRows = 20000;  // 360 KB: long enough to be killed within
   TempFolder folder;
   std::mt19937 random(11);
@@ -64,7 +66,8 @@ TEST_CASE("checkpoint: killed at any moment, the newest committed step is whole 
     REQUIRE(waitpid(child, &status, 0) == child);
     REQUIRE(WIFSIGNALED(status));  // it had not failed by itself
 
-    for (const FoundCheckpoint& found : list_checkpoints(folder.path(), CheckpointReader::Verify::checksums)) {
+    for (const FoundCheckpoint& found :
+         list_checkpoints(folder.path(), CheckpointReader::Verify::checksums)) {
       CAPTURE(found.folder.string());
       CAPTURE(found.why);
       CHECK(found.state != FoundCheckpoint::State::damaged);
@@ -85,14 +88,16 @@ TEST_CASE("checkpoint: killed at any moment, the newest committed step is whole 
   CHECK(kills_within_a_save > 3);  // else the kills came at harmless moments and this test shows nothing
 }
 
-// In a child: saves step 1, then a larger step 2 with no room for it, then a small step 3. 0 when step 2 failed as it should.
+// In a child: saves step 1, then a larger step 2 with no room for it, then a small step 3. 0 when step 2
+// failed as it should.
 int save_without_room(const fs::path& run_folder) {
   std::signal(SIGXFSZ, SIG_IGN);
   SyncWriter writer;
   CheckpointSaver saver(run_folder, writer.writer());
   const SmallRun first(1, 100), second(2, 20000), third(3, 100);
   saver.start(first.request());
-  const rlimit limit{.rlim_cur = 100000, .rlim_max = 100000};  // stands for the disk: a write fails in the middle of a file
+  const rlimit limit{.rlim_cur = 100000,
+                     .rlim_max = 100000};  // stands for the disk: a write fails in the middle of a file
   setrlimit(RLIMIT_FSIZE, &limit);
   const std::string message = checkpoint_error([&] { saver.start(second.request()); });
   saver.start(third.request());  // the saver is still good for smaller things
@@ -105,7 +110,8 @@ int save_without_room(const fs::path& run_folder) {
   return 0;
 }
 
-TEST_CASE("checkpoint: a disk that is full in the middle of a save is an error, and the step before is untouched") {
+TEST_CASE(
+    "checkpoint: a disk that is full in the middle of a save is an error, and the step before is untouched") {
   TempFolder folder;
   const pid_t child = fork();
   REQUIRE(child >= 0);
@@ -122,7 +128,8 @@ TEST_CASE("checkpoint: a disk that is full in the middle of a save is an error, 
   REQUIRE(waitpid(child, &status, 0) == child);
   REQUIRE(WIFEXITED(status));
   CHECK(WEXITSTATUS(status) == 0);
-  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000001", "step-00000003"});  // no torn step 2
+  CHECK(test::names_in(folder.path()) ==
+        std::vector<std::string>{"latest", "step-00000001", "step-00000003"});  // no torn step 2
   CHECK(test::holds_its_step(*open_checkpoint(folder.path(), folder.path() / "step-00000001"), 100));
   CHECK(test::holds_its_step(*open_checkpoint(folder.path(), "auto"), 100));
 }
@@ -148,7 +155,8 @@ TEST_CASE("checkpoint: a folder that can't be made is an error of the checkpoint
   CHECK(checkpoint_error([&] { saver.start(run.request()); }).find("saving step 1") != std::string::npos);
 }
 
-// A writer that keeps what it gets and writes it when it is waited for: what an asynchronous plugin looks like from the host.
+// A writer that keeps what it gets and writes it when it is waited for: what an asynchronous plugin looks
+// like from the host.
 struct SlowWriter {
   SyncWriter sync;
   std::vector<std::pair<sf_write, void (*)(void*)>> kept;
@@ -185,12 +193,19 @@ struct SlowWriter {
     }
     return functions->finish(inner, status);
   }
-  static constexpr sf_checkpoint_writer kFunctions = {
-      .struct_size = sizeof(sf_checkpoint_writer), .reserved = 0, .begin = begin, .put = put, .finish = finish, .poll = poll, .wait = wait};
+  static constexpr sf_checkpoint_writer kFunctions = {.struct_size = sizeof(sf_checkpoint_writer),
+                                                      .reserved = 0,
+                                                      .begin = begin,
+                                                      .put = put,
+                                                      .finish = finish,
+                                                      .poll = poll,
+                                                      .wait = wait};
   CheckpointWriter writer() { return {&kFunctions, reinterpret_cast<sf_instance*>(this)}; }
 };
 
-TEST_CASE("checkpoint: with a writer that works later, a step appears only when it is done, and what it borrows is kept until then") {
+TEST_CASE(
+    "checkpoint: with a writer that works later, a step appears only when it is done, and what it borrows is "
+    "kept until then") {
   TempFolder folder;
   SlowWriter slow;
   CheckpointSaver saver(folder.path(), slow.writer());

@@ -77,7 +77,7 @@ class Quickstart(unittest.TestCase):
         block = config["dflash_config"]
         self.assertEqual([block[key] for key in ("target_layer_ids", "mask_token_id", "conv_kernel_size", "conv_group_size", "selector_rank",
                                                  "selector_top_k")], [[1, 8, 15, 22, 28], 16, 2, 16, 32, 8])
-        self.assertEqual(block.get("block_size", config.get("block_size")), 4)
+        self.assertEqual(block.get("block_size", config.get("block_size")), 5)
         with safetensors.safe_open(draft / "model.safetensors", "np") as file:
             found = {name: file.get_slice(name).get_shape() for name in file.keys()}
             self.assertEqual(found, TENSORS)

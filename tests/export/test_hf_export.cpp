@@ -31,9 +31,11 @@ struct TinyDraft {
     REQUIRE(mkdtemp(pattern.data()) != nullptr);
     place = pattern;
     request.folder = place / "draft";
-    request.contract = {.tensors = {{.name = "fc.weight", .shape = {2, 3}}, {.name = "norm.weight", .shape = {2}}},
-                        .config_keys = {"architectures", "hidden_size", "dflash_config.mask_token_id"}};
-    request.config = Json::parse(R"({"architectures": ["DFlash2DraftModel"], "hidden_size": 2, "dtype": "bfloat16",
+    request.contract = {
+        .tensors = {{.name = "fc.weight", .shape = {2, 3}}, {.name = "norm.weight", .shape = {2}}},
+        .config_keys = {"architectures", "hidden_size", "dflash_config.mask_token_id"}};
+    request.config =
+        Json::parse(R"({"architectures": ["DFlash2DraftModel"], "hidden_size": 2, "dtype": "bfloat16",
                                      "dflash_config": {"mask_token_id": 16, "target_layer_ids": [1, 2]}})");
     request.tensors = {{.name = "fc.weight", .shape = {2, 3}, .data = fc.data(), .bytes = 12},
                        {.name = "norm.weight", .shape = {2}, .data = norm.data(), .bytes = 4}};
@@ -95,20 +97,35 @@ TEST_CASE("export: whatever an engine would misread is a problem with its name")
     const char* expected;
   };
   const Case cases[] = {
-      {"key missing", [](TinyDraft& d) { d.request.config.remove("hidden_size"); }, "\"hidden_size\" is missing"},
-      {"nested key missing", [](TinyDraft& d) { d.request.config.find("dflash_config")->remove("mask_token_id"); },
+      {"key missing", [](TinyDraft& d) { d.request.config.remove("hidden_size"); },
+       "\"hidden_size\" is missing"},
+      {"nested key missing",
+       [](TinyDraft& d) { d.request.config.find("dflash_config")->remove("mask_token_id"); },
        "\"dflash_config.mask_token_id\" is missing"},
-      {"key null", [](TinyDraft& d) { d.request.config.set("hidden_size", nullptr); }, "\"hidden_size\" is null"},
-      {"nested key in no object", [](TinyDraft& d) { d.request.config.set("dflash_config", 3); }, "\"dflash_config.mask_token_id\" is missing"},
-      {"dtype of config", [](TinyDraft& d) { d.request.config.set("dtype", "float32"); }, "\"dtype\" is \"float32\", and the tensors are bfloat16"},
-      {"old spelling of dtype", [](TinyDraft& d) { d.request.config.set("torch_dtype", "float16"); }, "\"torch_dtype\" is \"float16\""},
-      {"tensor missing", [](TinyDraft& d) { d.request.tensors.pop_back(); }, "\"norm.weight\" [2] is missing"},
-      {"tensor surplus", [](TinyDraft& d) { d.request.contract.tensors.pop_back(); }, "\"norm.weight\" [2] is not one that the engine knows"},
-      {"tensor twice", [](TinyDraft& d) { d.request.tensors.push_back(d.request.tensors[0]); }, "is there twice"},
-      {"transposed", [](TinyDraft& d) { d.request.tensors[0].shape = {3, 2}; }, "has shape [3, 2], expected [2, 3]"},
-      {"dtype of a tensor", [](TinyDraft& d) { d.request.tensors[1].dtype = "F16"; }, "\"norm.weight\" is F16, expected BF16"},
+      {"key null", [](TinyDraft& d) { d.request.config.set("hidden_size", nullptr); },
+       "\"hidden_size\" is null"},
+      {"nested key in no object", [](TinyDraft& d) { d.request.config.set("dflash_config", 3); },
+       "\"dflash_config.mask_token_id\" is missing"},
+      {"dtype of config", [](TinyDraft& d) { d.request.config.set("dtype", "float32"); },
+       "\"dtype\" is \"float32\", and the tensors are bfloat16"},
+      {"old spelling of dtype", [](TinyDraft& d) { d.request.config.set("torch_dtype", "float16"); },
+       "\"torch_dtype\" is \"float16\""},
+      {"tensor missing", [](TinyDraft& d) { d.request.tensors.pop_back(); },
+       "\"norm.weight\" [2] is missing"},
+      {"tensor surplus", [](TinyDraft& d) { d.request.contract.tensors.pop_back(); },
+       "\"norm.weight\" [2] is not one that the engine knows"},
+      {"tensor twice", [](TinyDraft& d) { d.request.tensors.push_back(d.request.tensors[0]); },
+       "is there twice"},
+      {"transposed",
+       [](TinyDraft& d) {
+         d.request.tensors[0].shape = {3, 2};
+       },
+       "has shape [3, 2], expected [2, 3]"},
+      {"dtype of a tensor", [](TinyDraft& d) { d.request.tensors[1].dtype = "F16"; },
+       "\"norm.weight\" is F16, expected BF16"},
       {"infinite", [](TinyDraft& d) { d.fc[4] = 0x7f80; }, "\"fc.weight\" is not finite at element 4"},
-      {"not a number", [](TinyDraft& d) { d.norm[0] = 0xffc1; }, "\"norm.weight\" is not finite at element 0"},
+      {"not a number", [](TinyDraft& d) { d.norm[0] = 0xffc1; },
+       "\"norm.weight\" is not finite at element 0"},
   };
   CHECK(TinyDraft().problems().empty());
   for (const Case& one : cases) {
@@ -128,8 +145,9 @@ TEST_CASE("export: float32 is checked as float32") {
   std::vector<float> fc = {1, 2, 3, 4, 5, std::numeric_limits<float>::infinity()}, norm = {1, 1};
   draft.request.dtype = "F32";
   draft.request.config.set("dtype", "float32");
-  draft.request.tensors = {{.name = "fc.weight", .dtype = "F32", .shape = {2, 3}, .data = fc.data(), .bytes = 24},
-                           {.name = "norm.weight", .dtype = "F32", .shape = {2}, .data = norm.data(), .bytes = 8}};
+  draft.request.tensors = {
+      {.name = "fc.weight", .dtype = "F32", .shape = {2, 3}, .data = fc.data(), .bytes = 24},
+      {.name = "norm.weight", .dtype = "F32", .shape = {2}, .data = norm.data(), .bytes = 8}};
   REQUIRE(draft.problems().size() == 1);
   CHECK(draft.problems()[0].find("not finite at element 5") != std::string::npos);
   fc[5] = 6;
@@ -173,7 +191,8 @@ TEST_CASE("export: a full disk leaves the earlier export as it was and nothing h
   REQUIRE(child >= 0);
   if (child == 0) {
     std::signal(SIGXFSZ, SIG_IGN);
-    const rlimit limit{.rlim_cur = 100, .rlim_max = 100};  // stands for the disk: fails within model.safetensors
+    const rlimit limit{.rlim_cur = 100,
+                       .rlim_max = 100};  // stands for the disk: fails within model.safetensors
     setrlimit(RLIMIT_FSIZE, &limit);
     const auto [code, message] = draft.error();
     _exit(code == ExitCode::kCheckpoint && message.find("model.safetensors") != std::string::npos ? 0 : 1);
@@ -183,7 +202,8 @@ TEST_CASE("export: a full disk leaves the earlier export as it was and nothing h
   CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
   CHECK(draft.names() == std::vector<std::string>{"draft"});
   const Json record = Json::parse(read_file(draft.request.folder / "export.json"));
-  CHECK(record.at("files").at("model.safetensors").as_string() == sha256_file(draft.request.folder / "model.safetensors"));
+  CHECK(record.at("files").at("model.safetensors").as_string() ==
+        sha256_file(draft.request.folder / "model.safetensors"));
 }
 
 }  // namespace
