@@ -9,6 +9,7 @@
 #include "core/base/text.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -203,5 +204,21 @@ std::string sha256(std::span<const std::byte> bytes) {
 std::string sha256_file(const std::filesystem::path& path, ExitCode code) {
   return sha256(MappedFile(path, code).bytes());
 }
+
+FolderLock::FolderLock(const std::filesystem::path& folder, ExitCode code, const std::string& what, const std::string& hint) {
+  Descriptor descriptor(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (descriptor.number() < 0) {
+    fail(code, "opening", folder);
+  }
+  if (flock(descriptor.number(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) {
+      fail(code, "locking", folder);
+    }
+    throw Error(code, format("{}: {}", folder, what), hint);
+  }
+  descriptor_ = descriptor.release();
+}
+
+FolderLock::~FolderLock() { close(descriptor_); }
 
 }  // namespace sf

@@ -47,6 +47,19 @@ class MappedFile {
   std::size_t size_ = 0;
 };
 
+/// Holds an existing folder for this process until destroyed; the system lets go of it when the process dies, however that happens.
+class FolderLock {
+ public:
+  /// Throws Error(code): another process holds the folder ("`what` is already ..."), or it can't be opened.
+  FolderLock(const std::filesystem::path& folder, ExitCode code, const std::string& what, const std::string& hint);
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+  ~FolderLock();
+
+ private:
+  int descriptor_ = -1;
+};
+
 /// SHA-256 (FIPS 180-4), in pieces of any size.
 class Sha256 {
  public:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 
 #include "core/base/error.hpp"
 #include "core/plan/plan.hpp"
@@ -48,7 +49,7 @@ Json Evaluation::to_json() const {
   return json;
 }
 
-Evaluation evaluate(Session& session, const SampleSource& source, const StepInfo& step, int64_t max_samples) {
+std::optional<Evaluation> evaluate(Session& session, const SampleSource& source, const StepInfo& step, int64_t max_samples) {
   const auto start = std::chrono::steady_clock::now();
   const int64_t count = max_samples > 0 ? std::min(max_samples, source.size) : source.size;
   const int64_t rows = session.plan->get<int64_t>("training.batch_size");
@@ -63,6 +64,10 @@ Evaluation evaluate(Session& session, const SampleSource& source, const StepInfo
   info.wants_details = true;
   session.runner->begin_evaluation(info);
   for (int64_t begin = 0; begin < count; begin += rows) {
+    if (session.context->stop_requested && session.context->stop_requested()) {
+      session.runner->end_evaluation();
+      return std::nullopt;
+    }
     std::vector<std::optional<Sample>> batch_rows;
     for (int64_t index = begin; index < begin + rows; ++index) {
       std::optional<Sample> sample;
@@ -81,6 +86,10 @@ Evaluation evaluate(Session& session, const SampleSource& source, const StepInfo
   session.runner->end_evaluation();
   result.unusable = unusable.count;
   result.loss = session.runner->loss_sum().item<double>() / std::max(denominator, 1e-12);
+  if (!std::isfinite(result.loss)) {
+    throw Error(ExitCode::kData, format("the held-out loss is {}: the draft's weights, the target's tables or the features hold numbers that are not finite", result.loss),
+                "evaluate an earlier checkpoint; sf-host doctor looks through target and features");
+  }
   result.metrics = ratios(session.runner->metrics());
   const auto found = result.metrics.find("acceptance_length");
   SF_CHECK(found != result.metrics.end(), "the algorithm reports no acceptance_length");

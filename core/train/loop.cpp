@@ -49,6 +49,15 @@ Horizon horizon_of(const Plan& plan, int64_t samples, const WindowShape& shape) 
   return horizon;
 }
 
+void make_run_folder(const std::filesystem::path& folder) {
+  std::error_code failed;
+  std::filesystem::create_directories(folder, failed);
+  if (failed) {
+    throw Error(ExitCode::kCheckpoint, "can't make the run folder " + folder.string() + ": " + failed.message(),
+                "set output_dir to a folder that you can write");
+  }
+}
+
 class TrainingRun {
  public:
   TrainingRun(const EngineContext& context, const TrainArguments& arguments)
@@ -76,7 +85,9 @@ class TrainingRun {
     trainer_ = std::make_unique<Trainer>(*session_->algorithm, session_->description, *session_->sharding, *session_->runner, *optimizer_,
                                          session_->placement);
     progress_.updates_total = horizon_.schedule;
-    std::filesystem::create_directories(session_->run_folder);
+    make_run_folder(session_->run_folder);
+    lock_ = std::make_unique<FolderLock>(session_->run_folder, ExitCode::kCheckpoint, "another process is training in this run folder",
+                                         "wait for it, stop it, or choose another run_id or output_dir");
     start_from(arguments);
     saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer());
     metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
@@ -86,11 +97,17 @@ class TrainingRun {
   Json run() {
     if (progress_.update >= horizon_.windows) {
       log_info("nothing to do: all {} updates are done", horizon_.windows);
-    } else {
-      if (held_out_ != nullptr && progress_.update == 0) {
-        first_evaluation_ = evaluate_held_out();
+      return summary();
+    }
+    if (held_out_ != nullptr && progress_.update == 0) {
+      first_evaluation_ = evaluate_held_out();
+    }
+    if (!interrupted_) {
+      try {
+        train_windows();
+      } catch (const Error& error) {
+        keep_finished_updates(error);
       }
-      train_windows();
     }
     return summary();
   }
@@ -106,6 +123,7 @@ class TrainingRun {
         progress_ = restore(*checkpoint, *session_, *optimizer_, *features_, horizon_.schedule);
         log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
         resumed_ = true;
+        saved_update_ = progress_.update;
         return;
       }
       log_info("no checkpoint in {} yet: a fresh start", session_->run_folder.string());
@@ -115,14 +133,24 @@ class TrainingRun {
                   "--resume auto goes on with it; another run_id or output_dir starts anew");
     }
     if (!arguments.init_from.empty()) {
-      const auto checkpoint = open_checkpoint(arguments.init_from, arguments.init_from);
-      if (!checkpoint) {
-        throw Error(ExitCode::kCheckpoint, "--init-from " + arguments.init_from + " holds no complete checkpoint");
-      }
-      restore_weights(*checkpoint, *session_);
+      log_info("weights from {}", restore_weights_from(arguments.init_from, *session_).string());
       optimizer_->reload_masters();
-      log_info("weights from {}", checkpoint->folder().string());
     }
+  }
+
+  // The failed window changed nothing, so what was done before it is worth keeping. Numbers that are not finite are the exception: the
+  // updates before them have most likely gone wrong already.
+  [[noreturn]] void keep_finished_updates(const Error& error) {
+    std::string kept = "nothing was saved";
+    if (diverged_ || progress_.update == saved_update_) {
+      if (saved_update_ > 0) {
+        kept = "the last checkpoint is step " + std::to_string(saved_update_);
+      }
+    } else if (error.code() != ExitCode::kCheckpoint && error.code() != ExitCode::kDevice) {
+      save(std::nullopt);
+      kept = "saved step " + std::to_string(progress_.update) + " before leaving";
+    }
+    throw Error(error.code(), std::string(error.what()) + "; " + kept, error.hint());
   }
 
   void train_windows() {
@@ -204,13 +232,15 @@ class TrainingRun {
       std::optional<Evaluation> evaluation;
       if (held_out_ != nullptr && !stop && (is_last || (eval_interval > 0 && progress_.update % eval_interval == 0))) {
         evaluation = evaluate_held_out();
-        const auto best = read_best(session_->run_folder);
-        save_now = save_now || !best || evaluation->acceptance_length > best->score;
+        if (evaluation) {
+          const auto best = read_best(session_->run_folder);
+          save_now = save_now || !best || evaluation->acceptance_length > best->score;
+        }
       }
-      if (save_now) {
+      if (save_now || interrupted_) {
         save(evaluation);
       }
-      if (stop) {
+      if (stop || interrupted_) {
         log_info("asked to stop: saved after update {} of {}; --resume auto goes on", progress_.update, horizon_.windows);
         interrupted_ = true;
         break;
@@ -235,10 +265,11 @@ class TrainingRun {
       }
       return;
     }
-    throw Error(ExitCode::kInternal,
-                format("update {}: loss {}, gradient norm {}, denominator {}; nothing was changed by it", update + 1, result.loss,
-                       result.gradient_norm, result.denominator),
-                "lower training.learning_rate, check the features, and go on from the last checkpoint with --resume auto");
+    diverged_ = true;
+    throw Error(ExitCode::kUsage,
+                format("the run diverged: update {} has loss {} and gradient norm {} (learning rate {}, denominator {})", update + 1,
+                       result.loss, result.gradient_norm, rate_->at(update), result.denominator),
+                "lower training.learning_rate or raise training.warmup_ratio and start anew; a checkpoint from before may have gone wrong already");
   }
 
   void refuse_untouched() {
@@ -255,10 +286,16 @@ class TrainingRun {
              human_bytes(static_cast<uint64_t>(memory_use(session_->placement.device).peak)));
   }
 
-  Evaluation evaluate_held_out() {
+  // Nothing when a stop was requested meanwhile.
+  std::optional<Evaluation> evaluate_held_out() {
     const StepInfo step{.update = progress_.update, .updates_total = horizon_.schedule, .wants_details = true};
-    Evaluation evaluation =
+    std::optional<Evaluation> found =
         evaluate(*session_, sample_source(*held_out_), step, plan_.get<int64_t>("training.eval_max_samples"));
+    if (!found) {
+      interrupted_ = true;
+      return std::nullopt;
+    }
+    const Evaluation& evaluation = *found;
     log_info("eval after update {}: loss {}, acceptance length {} ({} samples, {})", progress_.update,
              format_number(evaluation.loss, 4), format_number(evaluation.acceptance_length, 3), evaluation.samples,
              human_duration(evaluation.seconds));
@@ -266,7 +303,7 @@ class TrainingRun {
     line.set("step", progress_.update).set("eval", evaluation.to_json());
     metrics_file_->write(line);
     last_evaluation_ = evaluation;
-    return evaluation;
+    return found;
   }
 
   void save(const std::optional<Evaluation>& evaluation) {
@@ -279,6 +316,7 @@ class TrainingRun {
       }
     }
     saved_since_resume_ = true;
+    saved_update_ = progress_.update;
     if (evaluation &&
         offer_best(session_->run_folder, {.step = progress_.update, .score = evaluation->acceptance_length,
                                           .metric = "acceptance_length", .metrics = evaluation->to_json()})) {
@@ -299,7 +337,7 @@ class TrainingRun {
     json.set("run_folder", session_->run_folder.string());
     json.set("updates", progress_.update).set("updates_total", horizon_.windows);
     json.set("interrupted", interrupted_);
-    json.set("loss", last_loss_);
+    json.set("loss", last_loss_ ? Json(*last_loss_) : Json());  // null: no update was made
     json.set("tokens_per_second", train_seconds_ > 0 ? static_cast<double>(tokens_) / train_seconds_ : 0.0);
     json.set("seconds_training", train_seconds_);
     json.set("unusable_samples", static_cast<int64_t>(unusable_.reasons.size()));
@@ -328,11 +366,14 @@ class TrainingRun {
   SyncWriter sync_writer_;
   std::unique_ptr<CheckpointSaver> saver_;
   std::unique_ptr<MetricsFile> metrics_file_;
+  std::unique_ptr<FolderLock> lock_;
 
   RunProgress progress_;
   bool resumed_ = false, saved_since_resume_ = false, interrupted_ = false;
-  double last_loss_ = 0, train_seconds_ = 0;
-  int64_t tokens_ = 0, empty_windows_ = 0;
+  bool diverged_ = false;
+  std::optional<double> last_loss_;
+  double train_seconds_ = 0;
+  int64_t tokens_ = 0, empty_windows_ = 0, saved_update_ = 0;
   Unusable unusable_;
   std::optional<Evaluation> first_evaluation_, last_evaluation_;
 };

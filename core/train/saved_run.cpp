@@ -2,10 +2,11 @@
 
 #include <ATen/ATen.h>
 
-#include <numeric>
+#include <set>
 
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
+#include "core/checkpoint/resume.hpp"
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
 
@@ -100,6 +101,14 @@ void read_into(const CheckpointReader& checkpoint, const std::string& name, cons
   into.copy_(host);
 }
 
+void refuse_unused(const std::set<std::string>& names, const std::filesystem::path& folder) {
+  if (!names.empty()) {
+    throw Error(ExitCode::kCheckpoint,
+                format("{}: {} tensors have no place in this run's draft, the first is '{}'", folder, names.size(), *names.begin()),
+                "start from a draft with the same configuration");
+  }
+}
+
 }  // namespace
 
 CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features) {
@@ -159,8 +168,55 @@ RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW&
 }
 
 void restore_weights(const CheckpointReader& checkpoint, Session& session) {
+  std::set<std::string> unused;
+  for (const auto& [name, tensor] : checkpoint.index().tensors) {
+    if (name.starts_with("weights/")) {
+      unused.insert(name);
+    }
+  }
   for (Shard& shard : session.sharding->shards()) {
     read_into(checkpoint, "weights/" + shard.name, shard, shard.local);
+    unused.erase("weights/" + shard.name);
+  }
+  refuse_unused(unused, checkpoint.folder());
+}
+
+std::filesystem::path restore_weights_from(const std::filesystem::path& folder, Session& session) {
+  const std::filesystem::path exported = folder / "model.safetensors";
+  if (!std::filesystem::exists(exported)) {
+    const auto checkpoint = open_checkpoint(folder, folder.string());
+    if (!checkpoint) {
+      throw Error(ExitCode::kCheckpoint, "--init-from " + folder.string() + " holds neither a complete checkpoint nor an exported draft",
+                  "name a step's folder, a run's folder, or a folder that sf-host export made");
+    }
+    restore_weights(*checkpoint, session);
+    return checkpoint->folder();
+  }
+  const SafetensorsFile file = SafetensorsFile::open(exported);
+  std::set<std::string> unused;
+  for (const TensorView& view : file.tensors()) {
+    unused.insert(view.name);
+  }
+  at::NoGradGuard no_grad;
+  for (Shard& shard : session.sharding->shards()) {
+    const TensorView& view = file.at(shard.name);
+    if (view.shape != shard.global_shape) {
+      throw Error(ExitCode::kCheckpoint, exported.string() + ": '" + shard.name + "' is " + shape_text(view.shape) + ", this run has " +
+                                             shape_text(shard.global_shape),
+                  "start from a draft of the same shape");
+    }
+    const at::Tensor whole = as_tensor(view);
+    shard.local.copy_(whole.dim() == 0 ? whole : whole.slice(0, shard.row_begin, shard.row_end));
+    unused.erase(shard.name);
+  }
+  refuse_unused(unused, folder);
+  return folder;
+}
+
+void require_same_draft(const CheckpointReader& checkpoint, const std::string& draft_config_json) {
+  if (checkpoint.state().draft_config != draft_config_json) {
+    throw Error(ExitCode::kCheckpoint, checkpoint.folder().string() + " was trained with another draft configuration than this recipe's",
+                "use the recipe that is saved in it: " + (checkpoint.folder() / "recipe.toml").string());
   }
 }
 

@@ -28,7 +28,11 @@ CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, cons
 RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW& optimizer, const FeatureStore& features,
                     int64_t updates_total);
 
-/// Only the weights, from a checkpoint of the same draft.
+/// Only the weights, from a checkpoint of the same draft: every parameter of one is in the other. Throws Error(kCheckpoint).
 void restore_weights(const CheckpointReader& checkpoint, Session& session);
+/// The same from a step's folder, a run's folder (its newest checkpoint) or an exported draft. Returns the folder that was read.
+std::filesystem::path restore_weights_from(const std::filesystem::path& folder, Session& session);
+/// Throws Error(kCheckpoint) when the checkpoint was trained with another draft configuration than the session's.
+void require_same_draft(const CheckpointReader& checkpoint, const std::string& draft_config_json);
 
 }  // namespace sf

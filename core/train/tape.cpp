@@ -106,6 +106,15 @@ TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& sp
     }
     units_.push_back(std::move(state));
   }
+  for (const std::string& pattern : options_.recompute) {
+    if (std::none_of(specs.begin(), specs.end(), [&](const UnitSpec& spec) { return matches(pattern, spec.name); })) {
+      std::string names;
+      for (const UnitSpec& spec : specs) {
+        names += (names.empty() ? "" : ", ") + spec.name;
+      }
+      throw Error(ExitCode::kUsage, "training.recompute: \"" + pattern + "\" matches no unit", "the units are: " + names);
+    }
+  }
   used_.assign(units_.size(), 0);
   seed_ = at::ones({}, on_device.dtype(at::kFloat));
   loss_sum_ = at::zeros({}, on_device.dtype(at::kFloat));
@@ -284,10 +293,9 @@ void TapeRunner::add_loss(const TapeValue& numerator) {
 void TapeRunner::add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) {
   SF_CHECK(numerator.sizes() == denominator.sizes() && numerator.dim() <= 1, "metric '{}': numerator and denominator differ in shape",
            std::string(name));
-  SF_CHECK(!numerator.requires_grad() && !denominator.requires_grad(), "metric '{}' carries a graph", std::string(name));
   const auto [entry, is_new] = metrics_.try_emplace(std::string(name));
   MetricSum& sum = entry->second;
-  const auto as_double = [&](const at::Tensor& tensor) { return tensor.to(loss_sum_.device(), at::kDouble); };
+  const auto as_double = [&](const at::Tensor& tensor) { return tensor.detach().to(loss_sum_.device(), at::kDouble); };
   if (is_new) {
     sum = {as_double(numerator).clone(), as_double(denominator).clone()};
   } else {

@@ -17,7 +17,15 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
   if (path.empty()) {
     throw Error(ExitCode::kUsage, "no held-out features are named", "set data.eval_hidden_states_path, or give --features FOLDER");
   }
-  const auto held_out = open_features(*session, path, "data.eval_hidden_states_path");
+  const auto held_out = open_features(*session, path, arguments.features.empty() ? "data.eval_hidden_states_path" : "--features");
+  // For the baseline; opened first, so that a damaged one is found before the work.
+  const auto training_path = plan.get<std::filesystem::path>("data.hidden_states_path");
+  std::unique_ptr<FeatureStore> training;
+  if (!training_path.empty() && std::filesystem::exists(training_path)) {
+    training = open_features(*session, training_path, "data.hidden_states_path");
+  } else {
+    log_warn("no bigram baseline: data.hidden_states_path ('{}') is not there to learn it from", training_path);
+  }
 
   StepInfo step{.update = 0, .updates_total = 0, .wants_details = true};
   std::string what = "untrained draft";
@@ -27,13 +35,19 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
       throw Error(ExitCode::kCheckpoint, session->run_folder.string() + " holds no complete checkpoint",
                   "train first, or give --checkpoint untrained");
     }
+    require_same_draft(*checkpoint, session->description.draft_config_json);
     restore_weights(*checkpoint, *session);
     what = checkpoint->folder().string();
     step.update = checkpoint->state().step;
     step.updates_total = checkpoint->state().total_steps;
   }
   const int64_t max_samples = plan.get<int64_t>("training.eval_max_samples");
-  const Evaluation evaluation = evaluate(*session, sample_source(*held_out), step, max_samples);
+  const std::optional<Evaluation> found = evaluate(*session, sample_source(*held_out), step, max_samples);
+  if (!found) {
+    Json stopped = Json::object();
+    return stopped.set("checkpoint", what).set("interrupted", true);
+  }
+  const Evaluation& evaluation = *found;
 
   Json json = evaluation.to_json();
   json.set("checkpoint", what);
@@ -46,9 +60,7 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
   };
   log_info("loss {}  acceptance length {}", number(evaluation.loss), number(evaluation.acceptance_length));
 
-  const auto training_path = plan.get<std::filesystem::path>("data.hidden_states_path");
-  if (!training_path.empty()) {
-    const auto training = open_features(*session, training_path, "data.hidden_states_path");
+  if (training != nullptr) {
     const double baseline = BigramBaseline(*training).acceptance_length(*held_out, session->description.rows_per_slot,
                                                                         session->batch_shape.max_tokens, max_samples);
     json.set("bigram_acceptance_length", baseline);

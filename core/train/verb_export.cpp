@@ -9,6 +9,7 @@
 #include "core/export/hf_export.hpp"
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/saved_run.hpp"
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
 
@@ -32,10 +33,7 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
   if (!checkpoint) {
     throw Error(ExitCode::kCheckpoint, run_folder.string() + " holds no complete checkpoint", "train first");
   }
-  if (checkpoint->state().draft_config != description.draft_config_json) {
-    throw Error(ExitCode::kCheckpoint, checkpoint->folder().string() + " was trained with another draft configuration than this recipe's",
-                "export with the recipe that is saved in the run: " + (run_folder / "recipe.toml").string());
-  }
+  require_same_draft(*checkpoint, description.draft_config_json);
 
   const ExportSpec spec = algorithm.export_spec();
   HfExport request;

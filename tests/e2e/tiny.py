@@ -214,6 +214,70 @@ def another_run_is_not_taken_for_a_continuation():
     shutil.rmtree(work.path)
 
 
+def two_processes_never_train_in_one_run_folder():
+    work = Work(steps=400)
+    work.host("capture")
+    process = work.start()
+    work.wait_for_step(process, 2)
+    expect(work.host("train", "--resume", "auto", code=7).stderr, "another process")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 130, process.returncode
+    shutil.rmtree(work.path)
+
+
+def finished_updates_are_kept_when_a_later_sample_is_damaged():
+    work = Work(steps=12)
+    work.host("capture")
+    shard = next((work.path / "features" / "train").glob("*.safetensors"))
+    whole = bytearray(shard.read_bytes())
+    size = int.from_bytes(whole[:8], "little")
+    header = json.loads(whole[8 : 8 + size])
+    start = 8 + size + header["hidden_states"]["data_offsets"][1]
+    whole[start - 2 : start] = b"\xc0\x7f"  # bfloat16 NaN in the last record
+    shard.write_bytes(whole)
+    done = work.host("train", "--set", "training.save_interval=0", "--set", "data.verify_checksums=false", code=4)
+    expect(done.stderr, "hidden_states", "NaN", "saved step")
+    assert len(work.steps()) == 1
+    shutil.rmtree(work.path)
+
+
+def a_run_that_diverges_says_so_and_saves_nothing_more():
+    work = Work(steps=12)
+    work.host("capture")
+    done = work.host("train", "--set", "training.learning_rate=1e30", "--set", "training.save_interval=0", "--set", "training.warmup_ratio=0.0", code=2)
+    expect(done.stderr, "diverged", "learning_rate")
+    assert not work.steps()
+    shutil.rmtree(work.path)
+
+
+def weights_go_only_where_all_of_them_fit():
+    work = Work(steps=4)
+    work.host("capture")
+    work.host("train")
+    work.host("export", "--output", work.path / "export")
+    for source in (work.run, work.path / "export"):
+        done = work.host("train", "--init-from", source, "--set", 'run_id="less"', "--set", "model.draft_num_hidden_layers=1", code=7)
+        expect(done.stderr, "no place")
+    started = work.json("train", "--init-from", work.path / "export", "--set", 'run_id="again"', "--set", "training.max_steps=1")
+    assert started["updates"] == 1
+    expect(work.host("eval", "--set", "model.mask_token_id=9", code=7).stderr, "another draft configuration")
+    shutil.rmtree(work.path)
+
+
+def recompute_changes_no_bit_and_must_name_units():
+    work = Work(steps=6)
+    work.host("capture")
+    work.host("train", "--set", "training.log_interval=1")
+    plain = work.losses()
+    work.host("train", "--set", 'run_id="tiny2"', "--set", 'training.recompute=["block.*"]')
+    lines = [json.loads(line) for line in (work.path / "out" / "tiny2" / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["loss"] for line in lines if "loss" in line} == plain
+    work.host("train", "--set", 'run_id="tiny3"', "--set", 'training.recompute=["*"]')
+    expect(work.host("train", "--set", 'run_id="tiny4"', "--set", 'training.recompute=["nothing*"]', code=2).stderr, "nothing*", "block.0")
+    shutil.rmtree(work.path)
+
+
 def options_that_are_wrong_are_refused_at_once_and_all_together():
     work = Work()
     start = time.time()

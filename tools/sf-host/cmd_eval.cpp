@@ -17,7 +17,7 @@ ExitCode run_eval(const Command& command) {
     std::puts(summary.dump(2).c_str());
   }
   session.close();
-  return ExitCode::kOk;
+  return summary.contains("interrupted") ? ExitCode::kInterrupted : ExitCode::kOk;
 }
 
 }  // namespace sf

@@ -91,7 +91,7 @@ class Runner {
   virtual TapeValue constant(const at::Tensor& tensor) = 0;
   /// A scalar float32 to differentiate with gradient 1: numerator * seed(). Its sum over a window and the ranks is the loss.
   virtual void add_loss(const TapeValue& numerator) = 0;
-  /// numerator / denominator, summed each over window and ranks. Tensors without graph, same shape: scalar, or [p] for one figure per position,
+  /// numerator / denominator, summed each over window and ranks. No gradient flows through a metric. Same shape: scalar, or [p] for one figure per position,
   /// reported as position_1/NAME, position_2/NAME ... (slot 0 is the known token and has none).
   virtual void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) = 0;
   /// Scalar float32 on the device: what the pooling makes of the window's denominators. 1 while evaluating.
