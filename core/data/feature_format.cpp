@@ -91,7 +91,9 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
   try {
     const Json json = Json::parse(read_file(path), path.string());
     if (!json.contains("format") || json.at("format").as_string() != kFormat) {
-      throw Error(ExitCode::kData, format("{}: not a manifest of features", path));
+      throw Error(ExitCode::kData,
+                  format("{}: not a manifest of features: there is no \"format\": \"{}\" in it", path, kFormat),
+                  "capture the features again, or name another folder");
     }
     if (json.at("version").as_int() != kVersion) {
       throw Error(ExitCode::kData,
@@ -136,7 +138,9 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
                   "capture the features again");
     }
   } catch (const JsonError& error) {
-    throw Error(ExitCode::kData, format("{}: {}", path, error.what()), "capture the features again");
+    // What is no JSON names its place itself, file and all.
+    throw Error(ExitCode::kData, error.line() > 0 ? error.what() : format("{}: {}", path, error.what()),
+                "capture the features again");
   }
   return manifest;
 }

@@ -87,6 +87,11 @@ void cut(TensorView& view, int64_t tokens) {
 }
 
 constexpr const char* kAgainHint = "capture the features again, or take the file out of the folder";
+constexpr const char* kCaptureAgainHint = "capture the features again";
+// Training, evaluation and doctor open features alike; the folder's name in the message says which it is.
+constexpr const char* kNamedByHint =
+    "sf-host capture makes one; data.hidden_states_path names those to train on, "
+    "data.eval_hidden_states_path or eval --features those to evaluate on";
 
 // Our format: all shards mapped, a table of records over them.
 class ShardedStore final : public FeatureStore {
@@ -114,11 +119,13 @@ class ShardedStore final : public FeatureStore {
         throw Error(ExitCode::kData, format("{}: damaged: its SHA-256 is not the manifest's", path),
                     "capture the features again");
       }
+      check_features(shard.file, manifest);
       add_records(shard, entry);
       shards_.push_back(std::move(shard));
     }
     if (records_.empty())
-      throw Error(ExitCode::kData, format("{}: there is no record in these features", folder));
+      throw Error(ExitCode::kData, format("{}: there is no record in these features", folder),
+                  kCaptureAgainHint);
   }
 
   [[nodiscard]] int64_t size() const override { return static_cast<int64_t>(records_.size()); }
@@ -191,12 +198,33 @@ class ShardedStore final : public FeatureStore {
     }
   }
 
+  // A type that was changed in the header alone would give wrong numbers without a word.
+  static void check_features(const SafetensorsFile& file, const FeatureManifest& manifest) {
+    for (const FeatureTensor& feature : manifest.features) {
+      const TensorView& view = file.at(feature.key);
+      if (view.dtype != feature.dtype) {
+        throw Error(ExitCode::kData,
+                    format("{}: '{}' is {}, the manifest says {}", file.path(), feature.key,
+                           dtype_name(view.dtype), dtype_name(feature.dtype)),
+                    kCaptureAgainHint);
+      }
+      if (view.shape.size() != 2 || view.shape[1] != feature.width) {
+        throw Error(ExitCode::kData,
+                    format("{}: '{}' has shape {}, the manifest says [tokens, {}]", file.path(), feature.key,
+                           view.shape, feature.width),
+                    kCaptureAgainHint);
+      }
+    }
+  }
+
   void add_records(Shard& shard, const FeatureShard& entry) {
     const auto column = [&](const char* name) {
       const TensorView& view = shard.file.at(name);
       if (view.dtype != Dtype::kI64 || view.shape.size() != 1) {
-        throw Error(ExitCode::kData, format("{}: '{}' is {} {}, I64 [records] expected", shard.file.path(),
-                                            name, dtype_name(view.dtype), view.shape));
+        throw Error(ExitCode::kData,
+                    format("{}: '{}' is {} {}, I64 [records] expected", shard.file.path(), name,
+                           dtype_name(view.dtype), view.shape),
+                    kCaptureAgainHint);
       }
       std::vector<int64_t> numbers;
       (void)numbers_of(view, numbers);
@@ -208,8 +236,10 @@ class ShardedStore final : public FeatureStore {
     const int64_t tokens = ids.shape.empty() ? 0 : ids.shape[0];
     for (const TensorView& tensor : shard.file.tensors()) {
       if (!tensor.name.starts_with("record.") && (tensor.shape.empty() || tensor.shape[0] != tokens)) {
-        throw Error(ExitCode::kData, format("{}: '{}' has shape {}, but 'input_ids' {}", shard.file.path(),
-                                            tensor.name, tensor.shape, ids.shape));
+        throw Error(ExitCode::kData,
+                    format("{}: '{}' has shape {}, but 'input_ids' {}", shard.file.path(), tensor.name,
+                           tensor.shape, ids.shape),
+                    kCaptureAgainHint);
       }
     }
     int64_t records = 0;
@@ -219,14 +249,17 @@ class ShardedStore final : public FeatureStore {
       if (i >= shard.starts.size() || length < 0 || shard.starts[i] < 0 ||
           shard.starts[i] > tokens - length) {
         throw Error(ExitCode::kData,
-                    format("{}: record {} lies outside its {} tokens", shard.file.path(), i, tokens));
+                    format("{}: record {} lies outside its {} tokens", shard.file.path(), i, tokens),
+                    kCaptureAgainHint);
       }
       records_.push_back({shards_.size(), static_cast<int64_t>(i), shard.starts[i], length});
       ++records;
     }
     if (records != entry.records) {
-      throw Error(ExitCode::kData, format("{}: has {} records, the manifest says {}", shard.file.path(),
-                                          records, entry.records));
+      throw Error(ExitCode::kData,
+                  format("{}: has {} records, the manifest says {}", shard.file.path(), records,
+                         entry.records),
+                  kCaptureAgainHint);
     }
   }
 
@@ -309,7 +342,7 @@ std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& fo
                                                  const FeatureNeeds& needs) {
   if (!std::filesystem::is_directory(folder)) {
     throw Error(ExitCode::kData, format("{}: there is no such folder of features", folder),
-                "sf-host capture makes one; data.hidden_states_path names it");
+                kNamedByHint);
   }
   std::unique_ptr<FeatureStore> store;
   if (std::filesystem::exists(folder / kManifestName)) {
@@ -323,7 +356,7 @@ std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& fo
       throw Error(ExitCode::kData,
                   format("{}: there are no features in this folder: no {}, no *.ckpt, no *.ckpt.gz", folder,
                          kManifestName),
-                  "sf-host capture makes them; data.hidden_states_path names the folder");
+                  kNamedByHint);
     }
     store = std::make_unique<TorchFolderStore>(folder, std::move(files), needs);
   }
@@ -376,8 +409,10 @@ std::vector<TensorView> FeatureStore::checked(int64_t index, const std::vector<F
                           needs_.vocab_size - 1));
     }
   }
-  for (const int64_t supervised : numbers_of(result[1], aligned)) {
-    if (supervised < 0) throw refuse(format("'loss_mask' has the value {}, 0 or 1 expected", supervised));
+  const std::span<const int64_t> mask = numbers_of(result[1], aligned);
+  for (size_t i = 0; i < mask.size(); ++i) {
+    if (mask[i] != 0 && mask[i] != 1)
+      throw refuse(format("'loss_mask' has the value {} at token {}, 0 or 1 expected", mask[i], i));
   }
 
   for (const FeatureNeed& need : wanted) {

@@ -52,6 +52,7 @@ std::string inspect_target(const std::filesystem::path& folder, const TargetTabl
   const TargetConfig config = target_config(json, (folder / "config.json").string());
   const WeightFolder weights = WeightFolder::open(folder);
   const TargetTableViews tables = find_target_tables(weights, config, keys);
+  check_layer_count(weights, config);
   int64_t parameters = 0;
   for (const std::string& name : weights.names())
     parameters += element_count(weights.find(name)->shape).value_or(0);

@@ -20,6 +20,9 @@ namespace {
 constexpr uint64_t kHeaderBytesMax = 100'000'000;  // the format's own limit
 constexpr size_t kAlignment = 8;  // of the first tensor's bytes, as the format's own writers do
 
+constexpr const char* kTruncatedHint =
+    "the file is damaged or was not written to its end: copy or make it again";
+
 uint64_t little_endian_64(std::span<const std::byte> bytes) {
   uint64_t value = 0;
   std::memcpy(&value, bytes.data(), sizeof(value));  // all machines we build for are little-endian
@@ -31,11 +34,9 @@ uint64_t little_endian_64(std::span<const std::byte> bytes) {
 SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
   SafetensorsFile result;
   result.path_ = path;
-  const auto refuse = [&](const std::string& what, const std::string& hint = "") {
+  const auto refuse = [&](const std::string& what, const std::string& hint = kTruncatedHint) {
     return Error(ExitCode::kData, path.string() + ": " + what, hint);
   };
-  static constexpr const char* kTruncatedHint =
-      "the file is damaged or was not written to its end: copy or make it again";
 
   result.file_ = std::make_shared<const MappedFile>(path);
   const std::span<const std::byte> file = result.file_->bytes();

@@ -13,6 +13,14 @@ namespace {
 
 constexpr size_t kReportedMax = 20;
 
+int64_t integer_at(const char* key, const Json::Array& list, size_t i) {
+  try {
+    return list[i].as_int();
+  } catch (const JsonError&) {
+    throw JsonError(format("{}[{}] is {}, an integer expected", key, i, list[i].dump()));
+  }
+}
+
 // One line's sample. Throws JsonError with what is wrong.
 TokenSample parse_sample(std::string_view line, const TokenLimits& limits) {
   const Json record = Json::parse(line, "line");
@@ -33,12 +41,13 @@ TokenSample parse_sample(std::string_view line, const TokenLimits& limits) {
   sample.input_ids.reserve(kept);
   sample.loss_mask.reserve(kept);
   for (size_t i = 0; i < ids.size(); ++i) {
-    const int64_t id = ids[i].as_int();
+    const int64_t id = integer_at("input_ids", ids, i);
     if (id < 0 || (limits.vocab_size > 0 && id >= limits.vocab_size)) {
       throw JsonError(
           format("input_ids[{}] is {}, but the target has the tokens 0 to {}", i, id, limits.vocab_size - 1));
     }
-    const int64_t supervised = mask[i].is_bool() ? static_cast<int64_t>(mask[i].as_bool()) : mask[i].as_int();
+    const int64_t supervised =
+        mask[i].is_bool() ? static_cast<int64_t>(mask[i].as_bool()) : integer_at("loss_mask", mask, i);
     if (supervised != 0 && supervised != 1)
       throw JsonError(format("loss_mask[{}] is {}, 0 or 1 expected", i, supervised));
     if (i >= kept) continue;  // checked all the same

@@ -4,6 +4,7 @@
 #include "core/base/file.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <set>
 
 namespace sf {
@@ -11,6 +12,10 @@ namespace sf {
 namespace {
 
 constexpr const char* kIndexName = "model.safetensors.index.json";
+
+// What wrapped models put where a plain decoder has "model.".
+constexpr const char* kDecoderPrefixes[] = {"model.",       "model.language_model.", "language_model.model.",
+                                            "model.text_model.", "language_model.",  ""};
 
 std::vector<std::filesystem::path> safetensors_files(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> files;
@@ -47,7 +52,8 @@ WeightFolder WeightFolder::open(const std::filesystem::path& folder) {
       }
       for (const std::string& shard : shards) paths.push_back(folder / shard);
     } catch (const JsonError& error) {
-      throw Error(ExitCode::kData, format("{}: {}", index_path, error.what()));
+      throw Error(ExitCode::kData, error.line() > 0 ? error.what() : format("{}: {}", index_path, error.what()),
+                  "fetch the model again");
     }
     std::string missing;
     for (const std::filesystem::path& path : paths) {
@@ -104,8 +110,7 @@ const TensorView* WeightFolder::find_in_decoder(std::string_view name) const {
   static constexpr std::string_view kModel = "model.";
   if (name.starts_with(kModel)) {
     const std::string rest(name.substr(kModel.size()));
-    for (const char* prefix :
-         {"model.language_model.", "language_model.model.", "model.text_model.", "language_model.", ""}) {
+    for (const char* prefix : kDecoderPrefixes) {
       if (const TensorView* tensor = find(prefix + rest)) return tensor;
     }
   } else {
@@ -148,6 +153,31 @@ TargetTableViews find_target_tables(const WeightFolder& weights, const TargetCon
   }
   if (!keys.wants_embedding) views.embedding = nullptr;
   return views;
+}
+
+void check_layer_count(const WeightFolder& weights, const TargetConfig& config) {
+  std::set<int64_t> found;
+  for (const std::string& name : weights.names()) {
+    for (const char* prefix : kDecoderPrefixes) {
+      const std::string start = std::string(prefix) + "layers.";
+      if (!name.starts_with(start)) continue;
+      int64_t number = 0;
+      const char* end = name.data() + name.size();
+      const auto read = std::from_chars(name.data() + start.size(), end, number);
+      if (read.ec == std::errc() && read.ptr != end && *read.ptr == '.') found.insert(number);
+    }
+  }
+  if (found.empty()) return;
+  int64_t missing = 0;
+  while (missing < config.num_hidden_layers && found.contains(missing)) ++missing;
+  // Other families keep layers of another kind behind the decoder's, such as for drafting.
+  const bool is_plain = config.model_type == "llama" || config.model_type.starts_with("qwen");
+  const bool has_more = is_plain && *found.rbegin() >= config.num_hidden_layers;
+  if (missing == config.num_hidden_layers && !has_more) return;
+  throw Error(ExitCode::kData,
+              format("{}: config.json says {} layers (num_hidden_layers), but the weights have {}, up to layer {}",
+                     weights.folder(), config.num_hidden_layers, found.size(), *found.rbegin()),
+              "configuration and weights are of different models, or the weights are not whole: fetch the model again");
 }
 
 std::string target_fingerprint(const Json& config, const WeightFolder& weights) {

@@ -65,6 +65,10 @@ struct TargetTableKeys {
 [[nodiscard]] TargetTableViews find_target_tables(const WeightFolder& weights, const TargetConfig& config,
                                                   const TargetTableKeys& keys);
 
+/// Compares the decoder layers among the weights with the configuration's num_hidden_layers. A folder without
+/// any layer passes: tables are all that training reads. Throws sf::Error (data).
+void check_layer_count(const WeightFolder& weights, const TargetConfig& config);
+
 /// SHA-256 over the configuration (without the notes of the program that wrote it), every tensor's name, type
 /// and shape, and bytes from its start, middle and end: two targets differ in it when any tensor was trained
 /// further. Reads about 12 KiB a tensor.

@@ -61,9 +61,11 @@ std::string torch_name(const std::string& dtype) {
 }
 
 [[noreturn]] void fail_on_disk(const fs::path& path, int number) {
+  const bool is_full = number == ENOSPC || number == EDQUOT || number == EFBIG;
   throw Error(ExitCode::kCheckpoint,
               format("export: writing {}: {}", path, std::generic_category().message(number)),
-              "free some space on this disk, or choose another folder; nothing was changed there");
+              is_full ? "free some space on this disk, or choose another folder; nothing was changed there"
+                      : "choose a folder that this user may write to; nothing was changed there");
 }
 
 // The whole file, header and tensors, synced; returns its checksum.

@@ -200,6 +200,9 @@ CaptureResult capture_features(const CaptureOptions& options) {
   const Json json = read_model_config(options.target_folder);
   const TargetConfig config = target_config(json, source);
 
+  const WeightFolder weights = WeightFolder::open(options.target_folder);
+  check_layer_count(weights, config);
+
   CaptureResult result;
   FeatureManifest wanted;
   wanted.features = described(options, config, source);
@@ -209,7 +212,7 @@ CaptureResult capture_features(const CaptureOptions& options) {
                     {"hidden_size", config.hidden_size},
                     {"num_hidden_layers", config.num_hidden_layers},
                     {"vocab_size", config.vocab_size},
-                    {"fingerprint", target_fingerprint(json, WeightFolder::open(options.target_folder))}});
+                    {"fingerprint", target_fingerprint(json, weights)}});
   std::vector<TokenSample> samples =
       read_tokens(options.tokens_path, {.vocab_size = config.vocab_size, .max_length = options.max_length});
   const size_t read = samples.size();

@@ -1,6 +1,7 @@
 #include "core/model/target_tables.hpp"
 
 #include "core/base/error.hpp"
+#include "core/data/feature_store.hpp"
 #include "core/data/target_config.hpp"
 #include "core/data/weight_folder.hpp"
 #include "core/model/tensor_view.hpp"
@@ -21,6 +22,12 @@ TargetTables load_target_tables(const TargetTableOptions& options) {
   // A copy also where the type fits already: a table must not sit on a file that someone may replace during
   // the run.
   const auto load = [&](const TensorView& view) {
+    if (const int64_t at = first_not_finite(view.dtype, view.bytes); at >= 0) {
+      throw Error(ExitCode::kData,
+                  format("{}: '{}' has a value that is not finite (NaN or infinity) at token {}, column {}",
+                         options.folder, view.name, at / config.hidden_size, at % config.hidden_size),
+                  "the weights are damaged: fetch the model again");
+    }
     return as_tensor(view).to(at::TensorOptions().dtype(options.dtype).device(options.device),
                               /*non_blocking=*/false, /*copy=*/true);
   };

@@ -22,7 +22,7 @@ struct TargetTableOptions {
 
 /// Both are [vocab, hidden], checked against config.json (padded_vocab_size counts where there is one). With
 /// tied embeddings the head is the embedding itself; with logits_mup_width_multiplier it is divided by that
-/// once. Only the shards that hold them need to be there. Throws sf::Error (data) naming folder, key, found
+/// once. Only the shards that hold them need to be there. Every value has to be finite. Throws sf::Error (data) naming folder, key, found
 /// and expected.
 [[nodiscard]] TargetTables load_target_tables(const TargetTableOptions& options);
 

@@ -19,6 +19,13 @@ int64_t elements(const ParameterSpec& parameter) {
   return count;
 }
 
+// Without static shapes a block starts at a token that has another one after it, so a sample has room for max_length - 1.
+int64_t slots_of_sample(const Plan& plan, const Description& description) {
+  const int64_t slots =
+      description.slots > 0 ? description.slots : std::min(description.slots_at_most, plan.get<int64_t>("data.max_length") - 1);
+  return std::max<int64_t>(1, slots);
+}
+
 }  // namespace
 
 std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description) {
@@ -28,7 +35,7 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
 
   // A product keeps its input and output until backward; pointwise work between products keeps about as much again.
   const int64_t batch_rows = plan.get<int64_t>("training.batch_size");
-  const int64_t draft_rows = batch_rows * std::max<int64_t>(1, description.slots) * std::max<int64_t>(1, description.rows_per_slot);
+  const int64_t draft_rows = batch_rows * slots_of_sample(plan, description) * std::max<int64_t>(1, description.rows_per_slot);
   const auto recompute = plan.get<std::vector<std::string>>("training.recompute");
   int64_t parameters = 0, trainable = 0, activation_columns = 0;
   for (const UnitSpec& unit : description.units) {
@@ -66,6 +73,11 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
       {"activations (estimate)", draft_rows * activation_columns * element,
        format("{} draft rows{}", draft_rows, recompute.empty() ? "" : ", without recompute")},
   };
+  if (description.needs_head) {
+    // Logits, their exponentials and the gradient; half of it wide where the model is not.
+    const int64_t head_rows = description.head_rows_at_most > 0 ? std::min(description.head_rows_at_most, draft_rows) : draft_rows;
+    lines.push_back({"logits (at most)", head_rows * vocab * (facts.bfloat16 ? 12 : 8), format("{} rows x {}", head_rows, count(vocab))});
+  }
   int64_t total = 0;
   for (const SizeLine& line : lines) {
     total += line.bytes;

@@ -56,13 +56,17 @@ struct Options {
   int64_t samples_per_shard = 2;
   int64_t bad_sample = -1;      // gets a NaN that the writer does not see
   int64_t refused_sample = -1;  // marked by the writer
+  int64_t mask_value = 1;       // of supervised tokens
 };
 
 FeatureManifest write_store(const std::filesystem::path& folder, const Options& options = {}) {
   FeatureManifest manifest;
   manifest.target.set("fingerprint", "0123456789abcdef");
   manifest.features = {{.key = "hidden_states", .dtype = Dtype::kF32, .width = kWidth, .layer_ids = {1, 4}}};
-  const auto samples = make_samples(options.samples);
+  auto samples = make_samples(options.samples);
+  for (TokenSample& sample : samples) {
+    for (uint8_t& value : sample.loss_mask) value = static_cast<uint8_t>(value * options.mask_value);
+  }
   manifest.tokens_sha256 = tokens_fingerprint(samples);
   for (int64_t first = 0; first < options.samples; first += options.samples_per_shard) {
     const int64_t count = std::min(options.samples_per_shard, options.samples - first);
@@ -86,6 +90,12 @@ FeatureManifest write_store(const std::filesystem::path& folder, const Options& 
 
 FeatureNeeds our_needs() {
   return {.features = {{.key = "hidden_states", .width = kWidth, .layer_ids = {1, 4}}}, .vocab_size = 1000};
+}
+
+// From the tensor's first byte to the end of its file.
+size_t bytes_after(const SafetensorsFile& file, const char* name) {
+  const TensorView& last = file.tensors().back();
+  return static_cast<size_t>(last.bytes.data() + last.bytes.size() - file.at(name).bytes.data());
 }
 
 std::vector<float> floats(const TensorView& view) {
@@ -226,6 +236,32 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
       {"manifest cut",
        [](const Scratch& s, FeatureNeeds&) { s.write("manifest.json", "{\"format\": \"sf-fea"); },
        "manifest.json:1:"},
+      {"manifest of something else",
+       [](const Scratch& s, FeatureNeeds&) { s.write("manifest.json", "{}"); },
+       "manifest.json: not a manifest of features: there is no \"format\": \"sf-features\" in it"},
+      {"header of another type",
+       [](const Scratch& s, FeatureNeeds&) {
+         std::string bytes = read_file(s.path() / "shard-2.safetensors");
+         bytes.replace(bytes.find("\"F32\""), 5, "\"I32\"");
+         s.write("shard-2.safetensors", bytes);
+       },
+       "shard-2.safetensors: 'hidden_states' is I32, the manifest says F32"},
+      {"header too large",
+       [](const Scratch& s, FeatureNeeds&) {
+         std::string bytes = read_file(s.path() / "shard-2.safetensors");
+         bytes[6] = 1;
+         s.write("shard-2.safetensors", bytes);
+       },
+       "shard-2.safetensors: not a safetensors file: its header would have"},
+      {"record outside",
+       [](const Scratch& s, FeatureNeeds&) {
+         std::string bytes = read_file(s.path() / "shard-2.safetensors");
+         const SafetensorsFile file = SafetensorsFile::open(s.path() / "shard-2.safetensors");
+         const int64_t start = 1000;
+         std::memcpy(bytes.data() + (bytes.size() - bytes_after(file, "record.start")), &start, sizeof(start));
+         s.write("shard-2.safetensors", bytes);
+       },
+       "shard-2.safetensors: record 0 lies outside its 9 tokens"},
       {"another target",
        [](const Scratch&, FeatureNeeds& needs) { needs.target_fingerprint = "fedcba98765432"; },
        "these features are of another target: its fingerprint is 0123456789ab, model.target_model_path has "
@@ -249,9 +285,19 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
     write_store(scratch.path());
     FeatureNeeds needs = our_needs();
     row.spoil(scratch, needs);
-    const std::string message = error_of([&] { (void)FeatureStore::open(scratch.path(), needs); });
+    std::string message = "no error";
+    std::string hint;
+    try {
+      (void)FeatureStore::open(scratch.path(), needs);
+    } catch (const Error& error) {
+      CHECK(error.code() == ExitCode::kData);
+      message = error.what();
+      hint = error.hint();
+    }
     CAPTURE(message);
     CHECK(message.find(row.message) != std::string::npos);
+    CHECK_FALSE(hint.empty());
+    CHECK(message.find("manifest.json") == message.rfind("manifest.json"));  // the place is named once
   }
 }
 
@@ -263,6 +309,24 @@ TEST_CASE("feature store: a value that is not finite is named by file, record, k
         "shard-2.safetensors: record 1: 'hidden_states' has a value that is not finite (NaN or infinity) at "
         "token 1, column 1");
   CHECK_NOTHROW((void)store->sample_tokens(3));  // tokens alone are fine
+}
+
+TEST_CASE("feature store: a loss mask of anything but 0 and 1 is refused by record and token") {
+  const Scratch scratch;
+  write_store(scratch.path(), {.mask_value = 7});
+  CHECK(error_of([&] { (void)FeatureStore::open(scratch.path(), our_needs()); }, &scratch) ==
+        "shard-0.safetensors: record 0: 'loss_mask' has the value 7 at token 1, 0 or 1 expected");
+}
+
+TEST_CASE("feature store: a folder that is not there is explained for training and for evaluation") {
+  try {
+    (void)FeatureStore::open("/nowhere/features", our_needs());
+    FAIL("opened");
+  } catch (const Error& error) {
+    CHECK(error.hint().find("data.hidden_states_path") != std::string::npos);
+    CHECK(error.hint().find("data.eval_hidden_states_path") != std::string::npos);
+    CHECK(error.hint().find("--features") != std::string::npos);
+  }
 }
 
 TEST_CASE("feature store: faults of single records of the reference's files are named") {

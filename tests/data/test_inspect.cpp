@@ -27,6 +27,18 @@ TEST_CASE("inspect: a target is told by its facts, and whether capture can run i
                         scratch.path() / "model.safetensors");
   CHECK(inspect_target(scratch.path(), {}).find("capture can't run it (model_type \"gemma9\" is not among") !=
         std::string::npos);
+  config.set("num_hidden_layers", 60);
+  scratch.write("config.json", config.dump());
+  CHECK(error_of([&] { (void)inspect_target(scratch.path(), {}); })
+            .ends_with("config.json says 60 layers (num_hidden_layers), but the weights have 6, up to layer 5"));
+  config.set("num_hidden_layers", 5).set("model_type", "llama");
+  scratch.write("config.json", config.dump());
+  CHECK(error_of([&] {
+          (void)inspect_target(scratch.path(), {});
+        }).find("config.json says 5 layers") != std::string::npos);
+  config.set("model_type", "gemma9");  // may keep layers of another kind behind the decoder's
+  scratch.write("config.json", config.dump());
+  CHECK_NOTHROW((void)inspect_target(scratch.path(), {}));
   CHECK(error_of([&] {
           (void)inspect_target(scratch.path(), {.embedding = "wte"});
         }).ends_with("the target has no embedding 'wte'"));

@@ -55,6 +55,19 @@ TEST_CASE("tokens: all broken lines are reported together, each with number, fou
   }
 }
 
+TEST_CASE("tokens: what is no integer is named by key, place and value") {
+  const Scratch scratch;
+  const auto says = [&](const char* line) {
+    return error_of([&] { (void)read_tokens(scratch.write("t.jsonl", line), {}); }, &scratch);
+  };
+  CHECK(says("{\"input_ids\": [1, 6.5], \"loss_mask\": [1, 1]}")
+            .ends_with("t.jsonl:1: input_ids[1] is 6.5, an integer expected"));
+  CHECK(says("{\"input_ids\": [99999999999999999999, 1], \"loss_mask\": [1, 1]}")
+            .ends_with("t.jsonl:1: input_ids[0] is 1e+20, an integer expected"));
+  CHECK(says("{\"input_ids\": [1, 2], \"loss_mask\": [1, \"x\"]}")
+            .ends_with("t.jsonl:1: loss_mask[1] is \"x\", an integer expected"));
+}
+
 TEST_CASE("tokens: an empty file and a missing one are refused") {
   const Scratch scratch;
   CHECK(error_of([&] { (void)read_tokens(scratch.write("t.jsonl", "\n\n"), {}); }, &scratch) ==

@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include "plugins/algorithm/dflash2/dflash.hpp"
 #include "plugins/algorithm/dflash2/dflash_config.hpp"
 #include "sf/error.hpp"
 #include "sf/json.hpp"
@@ -94,12 +95,18 @@ TEST_CASE("draft configuration: one is made in the target's shape when none is g
   CHECK(small.target_layer_ids == std::vector<int64_t>{15});
 }
 
-TEST_CASE("draft configuration: the top level's block size wins, the recipe's over both, and both places say the same afterwards") {
+TEST_CASE("draft configuration: two block sizes that disagree are refused, the recipe's overrides both, and both places say the same afterwards") {
   ModelFacts facts;
+  CHECK(refusal({{"dflash_config.block_size", "6"}}).find("block_size = 4, but dflash_config.block_size = 6") != std::string::npos);
   facts.draft_config_json = tiny_config({{"dflash_config.block_size", "6"}});
+  facts.draft_block_size = 5;
   DflashConfig config = sf::resolve_dflash_config(facts, {});
-  CHECK(config.block_size == 4);
-  CHECK(Json::parse(config.json).at("dflash_config").at("block_size").as_int() == 4);
+  CHECK(config.block_size == 5);
+  CHECK(Json::parse(config.json).at("block_size").as_int() == 5);
+  CHECK(Json::parse(config.json).at("dflash_config").at("block_size").as_int() == 5);
+  facts.draft_block_size = 0;
+  facts.draft_config_json = tiny_config({{"dflash_config.block_size", "4"}});
+  CHECK(sf::resolve_dflash_config(facts, {}).block_size == 4);
   facts.draft_config_json = tiny_config({{"block_size", ""}, {"dflash_config.block_size", "6"}});
   CHECK(sf::resolve_dflash_config(facts, {}).block_size == 6);
   facts.draft_block_size = 9;
@@ -138,6 +145,10 @@ TEST_CASE("draft configuration: what can't be trained is refused with what was f
            Row{{{"dflash_config.selector_top_k", "41"}}, "selector_top_k is 41"},
            Row{{{"dflash_config.selector_rank", "0"}}, "selector_rank is 0"},
            Row{{{"dflash_config.target_layer_ids", "[2, 12]"}}, "target layer 12"},
+           Row{{{"dflash_config.target_layer_ids", "[2, -1]"}}, "target layer -1"},
+           Row{{{"dflash_config.target_layer_ids", "[7, 2, 7]"}}, "target layer 7 is named twice"},
+           Row{{{"dflash_config", "[]"}}, "dflash_config = [], an object expected"},
+           Row{{{"dflash_config.selector_topk", "5"}}, "unknown key dflash_config.selector_topk; known are block_size, target_layer_ids"},
            Row{{{"layer_types", "[\"full_attention\"]"}}, "\"layer_types\" has 1 entries"},
            Row{{{"layer_types", "[\"full_attention\", \"chunked\"]"}}, "\"chunked\""},
            Row{{{"sliding_window", "null"}}, "sliding layer needs a positive number"},
@@ -156,7 +167,56 @@ TEST_CASE("draft configuration: what can't be trained is refused with what was f
   CHECK(both.find("gelu") != std::string::npos);
   CHECK(both.find("dropout") != std::string::npos);
 
+  ModelFacts layers;
+  layers.target_layer_ids = {3, 3};
+  CHECK(refusal({}, layers).find("target layer 3 is named twice") != std::string::npos);
+  layers.target_layer_ids = {3, 12};
+  CHECK(refusal({}, layers).find("target layer 12 is asked for, the target has layers 0 to 11") != std::string::npos);
+
   ModelFacts other;
   other.target_config_json = kTarget;
   CHECK(refusal({}, other).find("hidden_size is 16, the target's 576") != std::string::npos);
+}
+
+TEST_CASE("draft configuration: a fix names the place that the number came from, and the key that was meant") {
+  const auto hint = [](const ModelFacts& facts, const DflashOptions& options) -> std::string {
+    try {
+      (void)sf::resolve_dflash_config(facts, options);
+      return "accepted";
+    } catch (const sf::Error& error) {
+      return error.hint();
+    }
+  };
+  ModelFacts made;
+  made.target_config_json = kTarget;
+  DflashOptions options;
+  options.selector_top_k = 60000;
+  CHECK(hint(made, options) == "correct plugin.dflash2.selector_top_k");
+  options = {};
+  options.conv_group_size = 7;
+  CHECK(hint(made, options) == "choose a divisor of 576 for plugin.dflash2.conv_group_size");
+  options = {};
+  options.conv_kernel_size = 17;
+  CHECK(hint(made, options) == "correct plugin.dflash2.conv_kernel_size");
+  ModelFacts named;
+  named.draft_config_json = tiny_config({{"dflash_config.selector_top_k", "60000"}});
+  CHECK(hint(named, {}) == "correct dflash_config.selector_top_k in model.draft_model_config");
+  named.draft_config_json = tiny_config({{"dflash_config.selector_topk", "5"}});
+  CHECK(hint(named, {}) == "did you mean \"selector_top_k\"?");
+  named.draft_config_json = tiny_config({{"dflash_config.colour", "5"}});
+  CHECK(hint(named, {}) == "leave it out of model.draft_model_config");
+}
+
+TEST_CASE("description: a sample has as many slots as anchors at most, with static shapes exactly as many") {
+  ModelFacts facts;
+  facts.draft_config_json = tiny_config({});
+  DflashOptions options;
+  options.num_anchors = 24;
+  sf::Dflash algorithm(options);
+  sf::Description description = algorithm.describe(facts);
+  CHECK(description.slots == 0);
+  CHECK(description.slots_at_most == 24);
+  facts.static_shapes = true;
+  description = algorithm.describe(facts);
+  CHECK(description.slots == 24);
 }

@@ -160,6 +160,13 @@ def from_conversations_to_an_export():
     shutil.rmtree(work.path)
 
 
+def the_plan_counts_blocks():
+    work = Work()
+    for anchors, rows in ((6, 2 * 6 * 4), (40, 2 * 40 * 4), (512, 2 * 47 * 4)):  # batch 2, blocks of 4, at most 47 starts in 48 tokens; 128 blocks before the head
+        expect(work.host("plan", "--set", f"training.num_anchors={anchors}").stdout, f"{rows} draft rows", f"{min(rows, 384)} rows x 320")
+    shutil.rmtree(work.path)
+
+
 def a_run_that_was_stopped_equals_one_that_was_not():
     whole = Work(steps=30)
     whole.host("capture")

@@ -206,5 +206,14 @@ TEST_CASE("export: a full disk leaves the earlier export as it was and nothing h
         sha256_file(draft.request.folder / "model.safetensors"));
 }
 
+TEST_CASE("export: a place that can't be written to is no full disk") {
+  TinyDraft draft;
+  draft.request.folder = "/proc/sf-export/draft";
+  const auto [code, text] = draft.error();
+  CHECK(code == ExitCode::kCheckpoint);
+  CHECK(text.find("may write to") != std::string::npos);
+  CHECK(text.find("free some space") == std::string::npos);
+}
+
 }  // namespace
 }  // namespace sf

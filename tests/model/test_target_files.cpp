@@ -2,11 +2,14 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
+#include <cstring>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <string>
 
 #include "core/data/weight_folder.hpp"
+#include "core/model/capture.hpp"
 #include "core/model/target.hpp"
 #include "core/model/target_tables.hpp"
 #include "core/model/tensor_view.hpp"
@@ -85,6 +88,39 @@ TEST_CASE(
   const at::Tensor plain =
       load_target_tables({.folder = kTargets / "target_qwen3", .dtype = at::kFloat}).head_vh;
   CHECK(at::equal(load_target_tables({.folder = scratch.path(), .dtype = at::kFloat}).head_vh, plain / 4));
+}
+
+TEST_CASE("target tables: a value that is not finite is named by tensor, token and column") {
+  const Scratch scratch;
+  for (const char* name : {"lm_head.weight", "model.embed_tokens.weight"}) {
+    std::vector<float> values;
+    write_changed(scratch, "target_qwen3", [&](Json&, auto& tensors) {
+      for (TensorView& tensor : tensors) {
+        if (tensor.name != name) continue;
+        REQUIRE(tensor.dtype == Dtype::kF32);
+        values.resize(tensor.bytes.size() / sizeof(float));
+        std::memcpy(values.data(), tensor.bytes.data(), tensor.bytes.size());
+        values[64 * 7 + 3] = std::numeric_limits<float>::quiet_NaN();
+        tensor.bytes = std::as_bytes(std::span(values));
+      }
+    });
+    CHECK(tables_error(scratch).ends_with(
+        format("'{}' has a value that is not finite (NaN or infinity) at token 7, column 3", name)));
+  }
+  CHECK_NOTHROW((void)load_target_tables({.folder = scratch.path(), .embedding = false}));
+}
+
+TEST_CASE("capture: a configuration with more layers than the weights have is refused before any work") {
+  const Scratch scratch;
+  write_changed(scratch, "target_qwen3", [](Json& config, auto&) { config.set("num_hidden_layers", 60); });
+  scratch.write("tokens.jsonl", "{\"input_ids\": [1, 2, 3], \"loss_mask\": [1, 1, 1]}\n");
+  const CaptureOptions options{.target_folder = scratch.path(),
+                               .tokens_path = scratch.path() / "tokens.jsonl",
+                               .output = scratch.path() / "features",
+                               .features = {{.key = "hidden_states", .layer_ids = {1}}}};
+  CHECK(error_of([&] { (void)capture_features(options); })
+            .find("config.json says 60 layers (num_hidden_layers), but the weights have ") != std::string::npos);
+  CHECK_FALSE(std::filesystem::exists(options.output));
 }
 
 TEST_CASE("target: weights that do not fit the configuration are all named at once") {

@@ -87,7 +87,9 @@ Description Dflash::describe(const ModelFacts& facts) {
   description_.fields = {{.name = "anchors", .axis = Axis::slots}, {.name = "keep", .axis = Axis::slots}};
   description_.pooling = Pooling::window;
   description_.slots = facts.static_shapes ? options_.num_anchors : 0;
+  description_.slots_at_most = options_.num_anchors;
   description_.rows_per_slot = config_.block_size;
+  description_.head_rows_at_most = options_.objective_chunk_blocks * (config_.block_size - 1);
   description_.draft_config_json = config_.json;
 
   auto& fixed = description_.fixed;

@@ -3,12 +3,16 @@
 #include "sf/error.hpp"
 #include "sf/json.hpp"
 
+#include <algorithm>
 #include <optional>
 
 namespace sf {
 namespace {
 
 constexpr int64_t kBlockSizeDefault = 16;
+
+constexpr const char* kInnerKeys[] = {"block_size",    "target_layer_ids", "mask_token_id",     "conv_kernel_size",       "conv_group_size",
+                                      "selector_rank", "selector_top_k",   "output_multiplier", "final_logit_softcapping"};
 
 [[noreturn]] void refuse(const std::string& what, const std::string& fix) { throw Error(ExitCode::kUsage, what, fix); }
 
@@ -45,6 +49,61 @@ Json parse(const std::string& text, const char* whose) {
   } catch (const JsonError& error) {
     refuse(std::string(whose) + " is no JSON: " + error.what(), "correct the file");
   }
+}
+
+// How many characters have to be changed, put in or left out to turn one word into the other.
+size_t distance(const std::string& from, const std::string& to) {
+  std::vector<size_t> row(to.size() + 1);
+  for (size_t j = 0; j < row.size(); ++j) {
+    row[j] = j;
+  }
+  for (size_t i = 0; i < from.size(); ++i) {
+    size_t before = row[0];
+    row[0] = i + 1;
+    for (size_t j = 0; j < to.size(); ++j) {
+      const size_t above = row[j + 1];
+      row[j + 1] = std::min({above + 1, row[j] + 1, before + (from[i] == to[j] ? 0 : 1)});
+      before = above;
+    }
+  }
+  return row.back();
+}
+
+// A key that nobody reads is a setting that its writer believes in.
+void check_keys(const Json* inner) {
+  if (inner == nullptr || inner->is_null()) {
+    return;
+  }
+  if (!inner->is_object()) {
+    refuse("the draft's configuration has dflash_config = " + quoted(*inner) + ", an object expected", "correct model.draft_model_config");
+  }
+  for (const auto& [key, value] : inner->entries()) {
+    std::string known;
+    const char* nearest = kInnerKeys[0];
+    bool is_known = false;
+    for (const char* candidate : kInnerKeys) {
+      is_known = is_known || key == candidate;
+      known += std::string(known.empty() ? "" : ", ") + candidate;
+      nearest = distance(key, candidate) < distance(key, nearest) ? candidate : nearest;
+    }
+    if (!is_known) {
+      refuse("the draft's configuration has the unknown key dflash_config." + key + "; known are " + known,
+             distance(key, nearest) <= 3 ? std::string("did you mean \"") + nearest + "\"?" : "leave it out of model.draft_model_config");
+    }
+  }
+}
+
+// The same number in both places, unless the recipe says another for both.
+int64_t block_size(const ModelFacts& facts, std::optional<int64_t> top, std::optional<int64_t> nested) {
+  if (facts.draft_block_size > 0) {
+    return facts.draft_block_size;
+  }
+  if (top && nested && *top != *nested) {
+    refuse("the draft's configuration has block_size = " + std::to_string(*top) + ", but dflash_config.block_size = " + std::to_string(*nested) +
+               "; training would read the first and a serving engine the second",
+           "correct one of them in model.draft_model_config, or set model.draft_block_size");
+  }
+  return top ? *top : nested.value_or(kBlockSizeDefault);
 }
 
 // A configuration in the target's shape with the architecture that the options ask for.
@@ -90,8 +149,13 @@ std::vector<int64_t> target_layers(const ModelFacts& facts, const Json* inner, i
   return draft::default_target_layers(target_count, layers);
 }
 
-void check(const DflashConfig& config, int64_t target_count) {
+void check(const DflashConfig& config, const ModelFacts& facts, int64_t target_count) {
   const int64_t h = config.layers.hidden_size;
+  // Where a number came from, and so where it is corrected.
+  const auto place = [&](const char* key) {
+    return facts.draft_config_json.empty() ? std::string("plugin.dflash2.") + key
+                                           : std::string("dflash_config.") + key + " in model.draft_model_config";
+  };
   if (config.block_size < 2) {
     refuse("block_size is " + std::to_string(config.block_size) + ", at least 2 expected: one known token and one to draft",
            "set model.draft_block_size, or block_size in the draft's configuration");
@@ -105,24 +169,32 @@ void check(const DflashConfig& config, int64_t target_count) {
              "correct model.target_layer_ids or dflash_config.target_layer_ids");
     }
   }
+  std::vector<int64_t> sorted = config.target_layer_ids;
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end()) {
+    refuse("target layer " + std::to_string(*twice) + " is named twice; a draft learns nothing from the same states again",
+           "name different layers with model.target_layer_ids or dflash_config.target_layer_ids; without either, a target of " +
+               std::to_string(target_count) + " layers may be too small for " + std::to_string(config.layers.layers) + " draft layers");
+  }
   if (!config.dflash2) {
     return;
   }
   if (config.conv_taps < 1 || config.conv_taps > config.block_size) {
     refuse("conv_kernel_size is " + std::to_string(config.conv_taps) + ", 1 to block_size (" + std::to_string(config.block_size) + ") expected",
-           "correct dflash_config.conv_kernel_size");
+           "correct " + place("conv_kernel_size"));
   }
   if (config.conv_group_size < 1 || h % config.conv_group_size != 0) {
     refuse("conv_group_size " + std::to_string(config.conv_group_size) + " does not divide hidden_size " + std::to_string(h),
-           "choose a divisor of " + std::to_string(h) + " for plugin.dflash2.conv_group_size or dflash_config.conv_group_size");
+           "choose a divisor of " + std::to_string(h) + " for " + place("conv_group_size"));
   }
   if (config.selector_rank < 1) {
-    refuse("selector_rank is " + std::to_string(config.selector_rank) + ", at least 1 expected", "correct dflash_config.selector_rank");
+    refuse("selector_rank is " + std::to_string(config.selector_rank) + ", at least 1 expected", "correct " + place("selector_rank"));
   }
   if (config.selector_top_k < 1 || config.selector_top_k > config.layers.vocab_size) {
     refuse("selector_top_k is " + std::to_string(config.selector_top_k) + ", 1 to the vocabulary's " +
                std::to_string(config.layers.vocab_size) + " expected",
-           "correct dflash_config.selector_top_k");
+           "correct " + place("selector_top_k"));
   }
   if (!(config.output_multiplier > 0) || config.final_logit_softcapping < 0) {
     refuse("output_multiplier and final_logit_softcapping have to be positive", "correct dflash_config");
@@ -199,8 +271,9 @@ DflashConfig resolve_dflash_config(const ModelFacts& facts, const DflashOptions&
   config.dflash2 = config.layers.architecture == kDflash2Architecture;
 
   const Json* inner = json.find("dflash_config");
+  check_keys(inner);
   const std::optional<int64_t> top = integer(&json, "block_size", ""), nested = integer(inner, "block_size", "dflash_config.");
-  config.block_size = facts.draft_block_size > 0 ? facts.draft_block_size : top ? *top : nested.value_or(kBlockSizeDefault);
+  config.block_size = block_size(facts, top, nested);
 
   int64_t target_count = integer(&json, "num_target_layers", "").value_or(-1);
   if (!target.is_null()) {
@@ -238,7 +311,7 @@ DflashConfig resolve_dflash_config(const ModelFacts& facts, const DflashOptions&
     config.output_multiplier = number(inner, "output_multiplier", 1);
     config.final_logit_softcapping = number(inner, "final_logit_softcapping", 0);
   }
-  check(config, target_count);
+  check(config, facts, target_count);
 
   const Json empty = Json::object();
   const Json& target_text = target.is_null() ? empty : draft::text_part(target);

@@ -58,7 +58,9 @@ struct Description {
   std::vector<BatchField> fields;
   Pooling pooling = Pooling::window;
   int64_t slots = 0;                  // block slots per sample with static shapes; 0: the algorithm has none
+  int64_t slots_at_most = 0;          // likewise without static shapes, for size estimates; 0: as `slots`
   int64_t rows_per_slot = 0;          // draft rows per slot (block size), for size estimates
+  int64_t head_rows_at_most = 0;      // rows whose logits exist at the same time, for size estimates; 0: all draft rows
   bool needs_embedding = true;        // frozen tables of the target
   bool needs_head = true;
   std::string draft_config_json;      // the resolved configuration; checkpoints and exports carry it
