@@ -207,6 +207,18 @@ TEST_CASE("draft configuration: a fix names the place that the number came from,
   CHECK(hint(named, {}) == "leave it out of model.draft_model_config");
 }
 
+TEST_CASE("draft configuration: options of a selector are refused when the named configuration has none") {
+  ModelFacts facts;
+  facts.draft_config_json = tiny_config({{"architectures", "[\"DFlashDraftModel\"]"}});
+  CHECK_NOTHROW((void)sf::resolve_dflash_config(facts, {}));
+  DflashOptions options;
+  options.selector_ramp_ratio = 0.5;
+  CHECK_THROWS_WITH((void)sf::resolve_dflash_config(facts, options),
+                    "training.dflash2_selector_ramp_ratio is set, but the draft's configuration is of DFlashDraftModel, which has no selector");
+  facts.draft_config_json = tiny_config({});
+  CHECK_NOTHROW((void)sf::resolve_dflash_config(facts, options));
+}
+
 TEST_CASE("description: a sample has as many slots as anchors at most, with static shapes exactly as many") {
   ModelFacts facts;
   facts.draft_config_json = tiny_config({});
@@ -216,6 +228,7 @@ TEST_CASE("description: a sample has as many slots as anchors at most, with stat
   sf::Description description = algorithm.describe(facts);
   CHECK(description.slots == 0);
   CHECK(description.slots_at_most == 24);
+  CHECK(description.head_rows_at_most == 128 * 3);
   facts.static_shapes = true;
   description = algorithm.describe(facts);
   CHECK(description.slots == 24);

@@ -43,7 +43,7 @@ TEST_CASE("dflash2 manifest: defaults are silent, a setting without effect is wa
   CHECK(judged({"training.kl_decay=2.0", "training.lk_loss_type=\"lambda\""}) == "");
   CHECK(judged({"training.loss_type=\"dpace\"", "training.loss_decay_gamma=7.0"}) == "dflash2/decay-with-dpace");
   CHECK(judged({"training.loss_decay_gamma=7.0"}) == "");
-  CHECK(judged({"training.dpace_alpha=1.5"}) == "recipe/out-of-range");
+  CHECK(judged({"training.dpace_alpha=1.5", "training.loss_type=\"dpace\""}) == "recipe/out-of-range");
   CHECK(judged({"training.num_anchors=0"}) == "recipe/out-of-range");
   CHECK(judged({"training.loss_type=\"dspace\""}) != "");
   CHECK(judged({"algorithm.selector_policy=\"gold\""}) != "");

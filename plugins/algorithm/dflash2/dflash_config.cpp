@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace sf {
 namespace {
@@ -89,6 +90,21 @@ void check_keys(const Json* inner) {
     if (!is_known) {
       refuse("the draft's configuration has the unknown key dflash_config." + key + "; known are " + known,
              distance(key, nearest) <= 3 ? std::string("did you mean \"") + nearest + "\"?" : "leave it out of model.draft_model_config");
+    }
+  }
+}
+
+// The rules of plugin.toml judge options without the configuration; what only a selector reads is judged here.
+void check_selector_options(const DflashOptions& options) {
+  const DflashOptions unset;
+  for (const auto& [is_set, key] : {std::pair<bool, const char*>{options.selector_loss_alpha != unset.selector_loss_alpha, "training.dflash2_selector_loss_alpha"},
+                                    {options.selector_warmup_ratio != unset.selector_warmup_ratio, "training.dflash2_selector_warmup_ratio"},
+                                    {options.selector_ramp_ratio != unset.selector_ramp_ratio, "training.dflash2_selector_ramp_ratio"},
+                                    {options.selector_stop_gradient != unset.selector_stop_gradient, "training.dflash2_selector_stop_gradient"},
+                                    {options.insert_gold != unset.insert_gold, "algorithm.selector_policy"}}) {
+    if (is_set) {
+      refuse(std::string(key) + " is set, but the draft's configuration is of " + kDflashArchitecture + ", which has no selector",
+             std::string("leave ") + key + " out, or name a configuration of " + kDflash2Architecture);
     }
   }
 }
@@ -269,6 +285,10 @@ DflashConfig resolve_dflash_config(const ModelFacts& facts, const DflashOptions&
            "choose another algorithm.name, or correct \"architectures\"");
   }
   config.dflash2 = config.layers.architecture == kDflash2Architecture;
+
+  if (!config.dflash2 && !facts.draft_config_json.empty()) {
+    check_selector_options(options);
+  }
 
   const Json* inner = json.find("dflash_config");
   check_keys(inner);
