@@ -25,8 +25,12 @@ struct Machine {
                                   const std::string& torch_variant);
 
 /// The numbers of the target's config.json as model.hidden_size, model.vocab_size ..., model.model_type;
-/// nested ones (text_config) as if they stood at the top. Problems: model/no-config, model/bad-config.
+/// nested ones (text_config) as if they stood at the top. Problems: model/no-config, model/bad-config (also when
+/// numbers contradict each other, or hidden_size or num_hidden_layers is missing).
 [[nodiscard]] Facts model_facts(const std::filesystem::path& folder, const Place& place,
                                 Diagnostics& problems);
+
+/// Is the named draft configuration there, and a JSON object? Problem: recipe/bad-draft-config. What it says is the algorithm's to judge.
+void check_draft_config(const std::filesystem::path& path, const Place& place, Diagnostics& problems);
 
 }  // namespace sf

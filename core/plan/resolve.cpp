@@ -119,6 +119,9 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
     plan.facts.merge(
         model_facts(std::get<std::string>(target->second.value), target->second.place, problems));
   }
+  if (auto draft = plan.values.find("model.draft_model_config"); draft != plan.values.end()) {
+    check_draft_config(std::get<std::string>(draft->second.value), draft->second.place, problems);
+  }
 
   std::set<std::string> provided = out.stack.provided();
   std::set<std::string> names = out.stack.names();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <regex>
 #include <utility>
 
 #include "core/base/text.hpp"
@@ -141,6 +142,12 @@ bool convert(const TomlNode& node, Type type, Value& value) {
     value = std::move(strings);
   }
   return true;
+}
+
+// The library's matcher recurses once for each character, so very long texts are refused unseen.
+bool has_form(const std::string& text, const std::string& pattern) {
+  constexpr std::size_t kLongest = 4096;
+  return text.size() <= kLongest && std::regex_match(text, std::regex(pattern));
 }
 
 std::string range_text(const Option& option) {
@@ -343,6 +350,10 @@ class ManifestReader {
         option.unit = as_text(entry);
       } else if (entry.key == "choices") {
         option.choices = as_texts(entry);
+      } else if (entry.key == "pattern") {
+        option.pattern = as_text(entry);
+      } else if (entry.key == "form") {
+        option.form = as_text(entry);
       } else if (entry.key == "range") {
         read_range(entry, option);
       } else if (entry.key == "more_than" || entry.key == "less_than") {
@@ -360,8 +371,8 @@ class ManifestReader {
       } else if (entry.key == "stage") {
         option.is_experimental = as_text(entry) == "experimental";
       } else {
-        unknown(entry, {"type", "default", "required", "help", "unit", "choices", "range", "more_than",
-                        "less_than", "resume", "deprecated", "renamed_from", "stage"});
+        unknown(entry, {"type", "default", "required", "help", "unit", "choices", "pattern", "form",
+                        "range", "more_than", "less_than", "resume", "deprecated", "renamed_from", "stage"});
       }
     }
     if (option.help.empty()) {
@@ -370,7 +381,9 @@ class ManifestReader {
     if ((option.type == Type::choice) != !option.choices.empty() && option.type != Type::strings) {
       bad(option_entry.place,
           format("option {}: \"choices\" and type \"choice\" belong together", option.name));
+      option.choices.clear();
     }
+    check_pattern(option_entry.place, option);
     if ((default_node != nullptr) == required) {
       bad(option_entry.place,
           format("option {} must have either \"default\" or required = true", option.name));
@@ -381,6 +394,22 @@ class ManifestReader {
         bad(default_node->place, format("the default of option {} {}", option.name, reading.message));
       }
       option.default_value = reading.value;
+    }
+  }
+
+  void check_pattern(const Place& place, Option& option) {
+    if (option.pattern.empty() != option.form.empty()) {
+      bad(place, format("option {}: \"pattern\" and \"form\", which says it in words, belong together", option.name));
+    }
+    if (!option.pattern.empty() && option.type != Type::string && option.type != Type::strings) {
+      bad(place, format("option {}: \"pattern\" is for the types string and strings", option.name));
+      option.pattern.clear();
+    }
+    try {
+      (void)std::regex(option.pattern);
+    } catch (const std::regex_error&) {
+      bad(place, format("option {}: \"pattern\" is no ECMAScript regular expression: {}", option.name, option.pattern));
+      option.pattern.clear();
     }
   }
 
@@ -575,6 +604,18 @@ Reading read_value(const TomlNode& node, const Option& option) {
         out.id = "recipe/bad-choice";
         out.message = format("is \"{}\", expected one of {}", one, join(option.choices, ", "));
         out.note = near.empty() ? "" : format("did you mean \"{}\"?", near);
+        return out;
+      }
+    }
+  }
+  if (!option.pattern.empty()) {
+    const auto* text = std::get_if<std::string>(&value);
+    const std::vector<std::string> given =
+        text != nullptr ? std::vector<std::string>{*text} : std::get<std::vector<std::string>>(value);
+    for (const std::string& one : given) {
+      if (!has_form(one, option.pattern)) {
+        out.id = "recipe/bad-form";
+        out.message = format("is {}, expected {}", toml_quoted(one.substr(0, 200)), option.form);
         return out;
       }
     }

@@ -23,6 +23,8 @@ struct Option {
   std::optional<double> low, high;  // of the value, or of each element; bounds included unless *_open
   bool low_open = false, high_open = false;
   std::vector<std::string> choices;  // of the value, or of each element of strings
+  std::string pattern;               // ECMAScript, matches the whole text (type string, or each of strings); empty: any text
+  std::string form;                  // the pattern in words, for people
   std::string deprecated;            // a sentence
   std::string renamed_from;          // full key
   bool is_fixed = false;             // resume = "fixed"
@@ -98,7 +100,7 @@ struct Manifest {
 /// The value that a TOML node gives to an option, or the reason why not: found and expected.
 struct Reading {
   std::optional<Value> value;
-  std::string id;       // "recipe/wrong-type", "recipe/out-of-range", "recipe/bad-choice"
+  std::string id;       // "recipe/wrong-type", "recipe/out-of-range", "recipe/bad-choice", "recipe/bad-form"
   std::string message;  // "is 0.5 (a float), expected an int"
   std::string note;     // did you mean ...
 };

@@ -1,6 +1,8 @@
 #include "core/recipe/recipe_reader.hpp"
 
 #include <algorithm>
+#include <charconv>
+#include <system_error>
 #include <utility>
 
 #include "core/base/error.hpp"
@@ -71,6 +73,18 @@ void read_into(const fs::path& path, const std::string& source, std::vector<fs::
   open.pop_back();
 }
 
+// A number that TOML could not take, "99999999999999999999" or "1e400": as text it would be refused for the wrong reason.
+// Leading zeros make a name: "007".
+bool is_number(std::string_view word) {
+  const std::string_view digits = word.substr(word.starts_with('-') || word.starts_with('+') ? 1 : 0);
+  if (digits.empty() || digits[0] < '0' || digits[0] > '9' || (digits.size() > 1 && digits[0] == '0' && digits[1] != '.')) {
+    return false;
+  }
+  double ignored = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), ignored);
+  return error != std::errc::invalid_argument && end == digits.data() + digits.size();
+}
+
 }  // namespace
 
 RawValues read_recipe(const fs::path& path, Diagnostics& problems) {
@@ -97,6 +111,12 @@ void apply_overrides(const std::vector<std::string>& overrides, RawValues& value
     if (!parse_toml(format("{} = {}", key, right), source, root, first, "recipe/bad-override")) {
       bool is_word = right.find_first_of("\"'[]{}\n") ==
                      std::string_view::npos;  // a path or a name, typed without quotes
+      if (is_number(right)) {
+        problems.error({.id = "recipe/bad-override",
+                        .message = format("\"--set {}\": {} is not a number that fits into 64 bits, or not written as TOML writes one", text, right),
+                        .fix = format("give another number; as text it takes quotes: --set '{}=\"{}\"'", key, right)});
+        continue;
+      }
       if (!is_word || !parse_toml(format("{} = {}", key, toml_quoted(right)), source, root, first,
                                   "recipe/bad-override")) {
         problems.error({.id = "recipe/bad-override",

@@ -89,6 +89,9 @@ Json schema_of(const Option& option) {
     case Type::path:
     case Type::duration:
       out.set("type", "string");
+      if (!option.pattern.empty()) {
+        out.set("pattern", "^(?:" + option.pattern + ")$");
+      }
       break;
     case Type::choice:
       out.set("enum", Json::array_of(option.choices));
@@ -106,6 +109,9 @@ Json schema_of(const Option& option) {
       bounds(items);
       if (!option.choices.empty()) {
         items.set("enum", Json::array_of(option.choices));
+      }
+      if (!option.pattern.empty()) {
+        items.set("pattern", "^(?:" + option.pattern + ")$");
       }
       out.set("type", "array");
       out.set("items", std::move(items));
@@ -127,6 +133,9 @@ std::string option_summary(const Option& option) {
   }
   if (std::string range = range_words(option); !range.empty()) {
     parts.push_back(range);
+  }
+  if (!option.form.empty()) {
+    parts.push_back(option.form);
   }
   if (option.is_fixed) {
     parts.emplace_back("fixed on resume");
@@ -162,7 +171,9 @@ std::string recipes_markdown(const std::vector<Manifest>& manifests) {
     out += section.empty() ? "\n### Top level\n" : format("\n### [{}]\n", section);
     out += "\n| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n";
     for (const Option* option : options) {
-      std::string allowed = option->choices.empty() ? range_words(*option) : join(option->choices, ", ");
+      std::string allowed = !option->choices.empty() ? join(option->choices, ", ")
+                            : !option->form.empty()  ? option->form
+                                                     : range_words(*option);
       std::string fallback =
           option->default_value ? "`" + display_text(*option->default_value, option->type) + "`" : "required";
       std::string unit = option->unit.empty() ? "" : " " + option->unit;

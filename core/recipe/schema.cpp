@@ -95,8 +95,32 @@ void Schema::report_unknown(const std::string& key, const RawValue& raw,
       }
     }
   }
+  if (std::any_of(options_.begin(), options_.end(),
+                  [&](const Option& option) { return option.key.starts_with(key + "."); })) {
+    problems.error({.id = "recipe/wrong-type",
+                    .message = format("{} is {}, expected a table", key, raw.node.kind_text()),
+                    .place = raw.place,
+                    .fix = format("write it once, as [{}]", key)});
+    return;
+  }
   std::vector<std::string> names;
   std::string section = section_of(key);
+  if (section.starts_with("plugin.")) {
+    const std::string plugin = split(section, '.')[1];
+    for (const Manifest& manifest : installed) {
+      names.push_back(manifest.name);
+    }
+    if (std::find(names.begin(), names.end(), plugin) == names.end()) {
+      const std::string near = did_you_mean(plugin, names);
+      problems.error({.id = "recipe/unknown-key",
+                      .message = format("option {} is for a plugin that is not installed: \"{}\"", in_section(key), plugin),
+                      .place = raw.place,
+                      .note = near.empty() ? "" : format("did you mean [plugin.{}]?", near),
+                      .fix = "sf-host plugins lists the installed ones"});
+      return;
+    }
+    names.clear();
+  }
   for (const Option& option : options_) {
     if (section_of(option.key) == section) {
       names.push_back(option.key.substr(section.empty() ? 0 : section.size() + 1));

@@ -105,9 +105,59 @@ TEST_CASE(
   CHECK(bad.problems.contains("model/bad-config"));
 }
 
+TEST_CASE("plan: a target whose config.json contradicts itself is a data error that names the file") {
+  const std::pair<std::string, std::string> rows[] = {
+      {"[]", "holds an array, expected an object"},
+      {R"({"num_hidden_layers": 2})", "hidden_size is missing"},
+      {R"({"hidden_size": 64})", "num_hidden_layers is missing"},
+      {R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 3})",
+       "num_attention_heads is 4, expected a multiple of num_key_value_heads, 3"},
+      {R"({"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 5})", "hidden_size is 64, expected a multiple of num_attention_heads, 5"},
+      {R"({"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 15})", "head_dim is 15, expected an even number"},
+      {R"({"hidden_size": 64, "num_hidden_layers": 2, "rms_norm_eps": -1e-6})", "rms_norm_eps is -1e-06, expected a positive number"},
+      {R"({"hidden_size": 64, "num_hidden_layers": 2, "rms_norm_eps": "small"})", "rms_norm_eps is \"small\", expected a positive number"},
+  };
+  for (const auto& [config, text] : rows) {
+    CAPTURE(config);
+    Case c;
+    c.config = config;
+    Resolution out = c.run();
+    CHECK(out.code == ExitCode::kData);
+    REQUIRE(out.problems.error_count() == 1);
+    CHECK(out.problems.all()[0].id == "model/bad-config");
+    CHECK_MESSAGE(out.problems.text().find(text) != std::string::npos, out.problems.text());
+    CHECK(out.problems.text().find("the target's ") != std::string::npos);
+    CHECK(out.problems.text().find("r.toml:2") != std::string::npos);
+  }
+}
+
+TEST_CASE("plan: a draft configuration that is missing or no JSON object is told with the line that names it") {
+  for (const char* text : {"", "[]", "{"}) {
+    CAPTURE(text);
+    Case c;
+    c.recipe = "[model]\ndraft_model_config = \"draft.json\"\n" + c.recipe.substr(c.recipe.find("target_model_path"));
+    if (*text != 0) {
+      atomic_write(c.folder.path / "draft.json", text);
+    }
+    Resolution out = c.run();
+    CHECK(out.code == ExitCode::kUsage);
+    REQUIRE(out.problems.error_count() == 1);
+    CHECK(out.problems.all()[0].id == "recipe/bad-draft-config");
+    CHECK_MESSAGE(out.problems.text().find("r.toml:2") != std::string::npos, out.problems.text());
+    CHECK(out.problems.text().find("draft.json") != std::string::npos);
+  }
+}
+
+TEST_CASE("plan: output_dir may not be empty") {
+  Case c;
+  Resolution out = c.run({.recipe = {}, .overrides = {"output_dir=\"\""}});
+  CHECK(out.code == ExitCode::kUsage);
+  CHECK(out.problems.contains("host/output-dir"));
+}
+
 TEST_CASE("plan: rules of plugins see the target's numbers, also nested ones, and the stack's capabilities") {
   Case c;
-  c.config = "{\"model_type\": \"vlm\", \"text_config\": {\"hidden_size\": 40, \"model_type\": \"qwen3\"}}";
+  c.config = "{\"model_type\": \"vlm\", \"text_config\": {\"hidden_size\": 40, \"num_hidden_layers\": 2, \"model_type\": \"qwen3\"}}";
   Resolution out = c.run();
   CHECK(out.problems.contains("fake_algorithm/heads"));
   CHECK(out.code == ExitCode::kUsage);
@@ -129,10 +179,10 @@ TEST_CASE("plan: a rule whose fact this machine does not know is listed as undec
   REQUIRE_MESSAGE(out.plan, out.problems.text());
   CHECK(out.plan->undecided.empty());
   Case unknown;
-  unknown.config = "{\"vocab_size\": 3}";
+  unknown.config = "{\"hidden_size\": 64, \"num_hidden_layers\": 2, \"model_type\": \"mystery\"}";
   Resolution open = unknown.run();
   REQUIRE_MESSAGE(open.plan, open.problems.text());
-  CHECK(open.plan->undecided == std::vector<std::string>{"fake_algorithm/heads: needs model.hidden_size"});
+  CHECK(open.plan->undecided == std::vector<std::string>{"fake_algorithm/positions: needs model.max_position_embeddings"});
 }
 
 TEST_CASE(

@@ -1,7 +1,9 @@
 #include <doctest/doctest.h>
 
+#include <cstdint>
 #include <string>
 
+#include "core/base/file.hpp"
 #include "core/recipe/manifest.hpp"
 
 using namespace sf;
@@ -99,4 +101,28 @@ TEST_CASE("manifest: what an algorithm reads is listed, and a misspelt field is 
   CHECK(manifest->reads[0].shape == std::vector<std::string>{"tokens", "3 * model.hidden_size"});
   CHECK(problems_of(kHead + "[[reads]]\nname = \"x\"\ndtype = \"bf16\"\nshpe = []\nhelp = \"y\"\n")
             .find("did you mean \"shape\"?") != std::string::npos);
+}
+
+TEST_CASE("manifest: a pattern is a regular expression for texts, with a form in words") {
+  const std::string text = kHead + "[options.a]\ntype = \"string\"\ndefault = \"x\"\nhelp = \"x\"\n";
+  CHECK(problems_of(text + "pattern = \"[a-z]+\"\nform = \"letters\"\n").empty());
+  CHECK(problems_of(text + "pattern = \"[0-9]+\"\nform = \"digits\"\n").find("the default of option a is \"x\", expected digits") !=
+        std::string::npos);
+  CHECK(problems_of(text + "pattern = \"[a-z]+\"\n").find("belong together") != std::string::npos);
+  CHECK(problems_of(text + "pattern = \"[a-z\"\nform = \"letters\"\n").find("is no ECMAScript regular expression") != std::string::npos);
+  CHECK(problems_of(kHead + "[options.a]\ntype = \"int\"\ndefault = 1\nhelp = \"x\"\npattern = \"1\"\nform = \"one\"\n")
+            .find("is for the types string and strings") != std::string::npos);
+  Diagnostics problems;
+  auto list = parse_manifest(kHead + "[options.a]\ntype = \"strings\"\ndefault = []\nhelp = \"x\"\npattern = \"[a-z]+\"\nform = \"letters\"\n", "m",
+                             problems);
+  REQUIRE(list);
+  TomlNode node;
+  Diagnostics ignored;
+  REQUIRE(parse_toml("v = [\"ab\", \"a1\"]", "t", node, ignored, "x"));
+  CHECK(read_value(*node.find("v"), list->options[0]).id == "recipe/bad-form");
+}
+
+TEST_CASE("manifest: choices on a type without choices are a mistake of the manifest and nothing worse") {
+  CHECK(problems_of(kHead + "[options.a]\ntype = \"int\"\ndefault = 1\nhelp = \"x\"\nchoices = [\"x\"]\n").find("belong together") !=
+        std::string::npos);
 }

@@ -80,3 +80,23 @@ TEST_CASE("recipe: --set reads TOML, takes bare words as text, and the last one 
   CHECK(bad.error_count() == 4);
   CHECK(bad.all()[0].id == "recipe/bad-override");
 }
+
+TEST_CASE("recipe: a number in --set that fits nowhere is told as such, and a name that starts like a number is text") {
+  for (const char* number : {"99999999999999999999", "-99999999999999999999", "1e400", "+2e999"}) {
+    RawValues values;
+    Diagnostics problems;
+    apply_overrides({std::string("training.seed=") + number}, values, problems);
+    CHECK(values.empty());
+    REQUIRE_MESSAGE(problems.error_count() == 1, number);
+    CHECK(problems.all()[0].id == "recipe/bad-override");
+    CHECK_MESSAGE(problems.all()[0].message.find("is not a number that fits into 64 bits") != std::string::npos,
+                  problems.all()[0].message);
+  }
+  for (const char* name : {"3b-model", "007", "2024-11-run", "1.2.3", "-x"}) {
+    RawValues values;
+    Diagnostics problems;
+    apply_overrides({std::string("run_id=") + name}, values, problems);
+    REQUIRE_MESSAGE(!problems.has_errors(), problems.text());
+    CHECK(values.at("run_id").node.string == name);
+  }
+}

@@ -155,3 +155,29 @@ TEST_CASE("schema: bytes are read with units, and ranges hold at their ends") {
   CHECK(resolve_texts({"training.learning_rate=inf"}, {}, {}).problems.contains("recipe/out-of-range"));
   CHECK(resolve_texts({"data.shard_bytes=\"1kB\""}, {}, {}).problems.contains("recipe/out-of-range"));
 }
+
+TEST_CASE("schema: run_id is a name and never a path") {
+  for (const char* name : {"a", "qwen3-8b_dflash2.v1", "...", "0"}) {
+    CHECK_MESSAGE(!resolve_texts({std::string("run_id=\"") + name + "\""}, {}, {}).problems.has_errors(), name);
+  }
+  const std::string long_name(201, 'a'), huge_name(2000000, 'a');
+  for (const std::string& name : {std::string(), std::string("."), std::string(".."), std::string("../evil"), std::string("a/b"), std::string("a b"),
+                                  std::string("a\\n"), std::string("a\\u0000b"), std::string("\u00e4"), long_name, huge_name}) {
+    CAPTURE(name.substr(0, 20));
+    Resolved out = resolve_texts({"run_id=\"" + name + "\""}, {}, {});
+    REQUIRE(out.problems.error_count() == 1);
+    CHECK(out.problems.all()[0].id == "recipe/bad-form");
+    CHECK(out.problems.all()[0].message.find("expected 1 to 200 letters, digits and . _ -, and not . or ..") != std::string::npos);
+  }
+}
+
+TEST_CASE("schema: a section of a plugin that is not installed, and a table written as a list, are told as what they are") {
+  Resolved plugin = resolve_texts({"plugin.fp9.history=3"}, {fp8()}, {fp8()});
+  REQUIRE(plugin.problems.error_count() == 1);
+  CHECK(plugin.problems.text().find("is for a plugin that is not installed: \"fp9\"") != std::string::npos);
+  CHECK(plugin.problems.text().find("did you mean [plugin.fp8]?") != std::string::npos);
+  Resolved list = resolve_texts({"training=[{seed = 1}]"}, {}, {});
+  REQUIRE(list.problems.error_count() == 1);
+  CHECK(list.problems.all()[0].id == "recipe/wrong-type");
+  CHECK(list.problems.text().find("training is a list, expected a table") != std::string::npos);
+}
