@@ -334,7 +334,10 @@ Continuation compare_runs(const RunState& saved, const RunState& now) {
   differ("target", saved.target_fingerprint, now.target_fingerprint,
          "embedding and head would be another model's");
   differ("schedule", saved.schedule, now.schedule, "the learning rate would jump");
-  differ("total steps", saved.total_steps, now.total_steps, "the learning rate would jump");
+  differ("length of the schedule", saved.total_steps, now.total_steps,
+         format("the learning rate would jump; training.max_steps and training.num_epochs may change when the schedule keeps its length: "
+                "--set training.total_steps={}",
+                saved.total_steps));
   for (const auto& [key, before] : saved.fixed) {
     const auto after = now.fixed.find(key);
     differ(key, before, after != now.fixed.end() ? after->second : std::string("nothing"),

@@ -1,6 +1,7 @@
 #include "core/checkpoint/resume.hpp"
 
 #include "core/base/error.hpp"
+#include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/checkpoint/retention.hpp"
 
@@ -35,21 +36,47 @@ CheckpointReader open_or_advise(const fs::path& folder, const fs::path& run_fold
     return CheckpointReader::open(folder);
   } catch (const Error& error) {
     const std::string good = good_one_beside(run_folder, folder);
-    throw Error(
-        error.code(), error.what(),
-        good.empty()
-            ? format("no other complete checkpoint is in {}; start afresh with another run_id", run_folder)
-            : format("go on from the newest good one: --resume {}", good));
+    throw Error(error.code(), error.what(),
+                good.empty() ? format("no other complete checkpoint is in {}; train anew, with another run_id", run_folder)
+                             : format("name the newest good one instead: {}", good));
   }
 }
 
+// The newest one with a marker, damaged or not: passing that over would lose steps that were promised. One without a marker is passed over
+// with a warning when there is an older one.
 std::optional<fs::path> newest_in(const fs::path& run_folder) {
+  std::vector<std::string> without_marker;
+  std::optional<fs::path> newest;
   for (const FoundCheckpoint& found : list_checkpoints(run_folder)) {
-    if (found.state != FoundCheckpoint::State::unfinished) {
-      return found.folder;  // a damaged one too: passing it over in silence would lose steps
+    if (found.state == FoundCheckpoint::State::unfinished) {
+      continue;
     }
+    if (fs::exists(found.folder / kMarkerFile)) {
+      newest = found.folder;
+      break;
+    }
+    without_marker.push_back(found.folder.string());
   }
-  return std::nullopt;
+  if (newest) {
+    for (const std::string& folder : without_marker) {
+      log_warn("{} is damaged: it has no {}; it is passed over for {}", folder, kMarkerFile, newest->filename());
+    }
+  } else if (!without_marker.empty()) {
+    throw Error(ExitCode::kCheckpoint,
+                format("{} holds damaged checkpoints only: {} {} no {}", run_folder, join(without_marker, ", "),
+                       without_marker.size() == 1 ? "has" : "have", kMarkerFile),
+                "copy them again if they are copies; else move them away or train with another run_id: nothing here can be gone on from");
+  }
+  return newest;
+}
+
+// "atuo" is a slip of the pen and no folder.
+void refuse_slip(const std::string& which) {
+  const std::string near = did_you_mean(which, {"auto", "best"});
+  if (which.find('/') == std::string::npos && !fs::exists(which)) {
+    throw Error(ExitCode::kCheckpoint, format("there is no checkpoint \"{}\": no folder is called so", which),
+                near.empty() ? "auto (the newest), best, or the folder of a checkpoint or of a run" : format("did you mean \"{}\"?", near));
+  }
 }
 
 }  // namespace
@@ -66,9 +93,12 @@ std::vector<FoundCheckpoint> list_checkpoints(const fs::path& run_folder, Checkp
       continue;
     }
     FoundCheckpoint found{.folder = entry.path(), .step = *step};
-    if (partial || !fs::exists(entry.path() / kMarkerFile)) {
+    if (partial) {
       found.state = FoundCheckpoint::State::unfinished;
       found.why = "its save was cut short";
+    } else if (!fs::exists(entry.path() / kMarkerFile)) {  // a save gives the name last, so the marker was there once
+      found.state = FoundCheckpoint::State::damaged;
+      found.why = format("it has no {}", kMarkerFile);
     } else {
       try {
         (void)CheckpointReader::open(entry.path(), verify);
@@ -95,6 +125,7 @@ std::optional<CheckpointReader> open_checkpoint(const fs::path& run_folder, cons
     const std::optional<fs::path> newest = newest_in(run_folder);
     return newest ? std::optional(open_or_advise(*newest, run_folder)) : std::nullopt;
   }
+  refuse_slip(which);
   fs::path folder = which;
   if (!folder.has_filename()) {
     folder = folder.parent_path();  // "runs/step-00000100/"

@@ -13,6 +13,7 @@ namespace sf {
 
 /// Something in a run's folder that is, or wanted to be, a checkpoint.
 struct FoundCheckpoint {
+  /// unfinished: a save that was cut short, .partial-step-N. A folder with its name that lacks its marker is damaged: the name comes last.
   enum class State { complete, unfinished, damaged };
   std::filesystem::path folder;
   int64_t step = 0;
@@ -26,15 +27,12 @@ struct FoundCheckpoint {
     CheckpointReader::Verify verify = CheckpointReader::Verify::sizes);
 
 /// Opens, with all checksums, what `which` names:
-///
-///   "auto"   the newest complete checkpoint of the run, nothing when it has none (a save that was cut short
-///            is passed over)
+///   "auto"   the newest checkpoint of the run that has a marker, nothing when the run has no checkpoint. Saves that were cut short are
+///            passed over; step folders without a marker too, with a warning, but when there is nothing else they are an error.
 ///   "best"   the one of best.json, or the newest when there is no record
 ///   a path   a step's folder, or a run's folder (its newest)
-///
-/// Throws Error(kCheckpoint) when it is damaged, unfinished or missing; the hint names the newest good one
-/// beside it.
-[[nodiscard]] std::optional<CheckpointReader> open_checkpoint(const std::filesystem::path& run_folder,
-                                                              const std::string& which);
+/// Throws Error(kCheckpoint) when it is damaged, unfinished or missing; the hint names the newest good one beside it, or
+/// what was meant.
+[[nodiscard]] std::optional<CheckpointReader> open_checkpoint(const std::filesystem::path& run_folder, const std::string& which);
 
 }  // namespace sf

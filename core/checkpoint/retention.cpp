@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
+#include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/checkpoint/format.hpp"
 
@@ -47,9 +48,9 @@ std::optional<BestRecord> read_best(const fs::path& run_folder) {
       return std::nullopt;
     }
     return record;
-  } catch (const JsonError& error) {
-    throw Error(ExitCode::kCheckpoint, format("{} is not readable: {}", file, error.what()),
-                "delete this file; it is written again with the next best step");
+  } catch (const std::exception& error) {  // a derived file: no reason to lose a step over it
+    log_warn("{} is not readable, so no step counts as the best until the next one that is: {}", file, error.what());
+    return std::nullopt;
   }
 }
 

@@ -28,7 +28,7 @@ struct BestRecord {
   Json metrics = Json::object();  // what else was measured then
 };
 
-/// Nothing when there is no record, or its folder is gone.
+/// Nothing when there is no record, its folder is gone, or (with a warning) it can't be read. Never throws for what the file holds.
 [[nodiscard]] std::optional<BestRecord> read_best(const std::filesystem::path& run_folder);
 /// Records a committed step when its score is finite and higher than the best so far. True when it is the new
 /// best.

@@ -234,6 +234,7 @@ TEST_CASE("checkpoint: a run that differs is not a continuation, and every diffe
   now.plugins[0].sha256 = "bb";
   const Continuation result = compare_runs(saved, now);
   REQUIRE(result.errors.size() == 4);
+  CHECK(result.errors[2].find("--set training.total_steps=100") != std::string::npos);
   CHECK(result.errors[3].find("training.batch_size: the checkpoint has 4, this run 8") != std::string::npos);
   CHECK(result.warnings.size() == 2);
   now = saved;

@@ -1,5 +1,6 @@
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
+#include "core/base/log.hpp"
 #include "core/checkpoint/resume.hpp"
 #include "core/checkpoint/retention.hpp"
 #include "tests/checkpoint/fixture.hpp"
@@ -106,10 +107,54 @@ TEST_CASE("resume: auto takes the newest complete one and passes over a save tha
   fs::create_directory(folder.path() / "step-00000040");  // no marker
   const std::vector<FoundCheckpoint> found = list_checkpoints(folder.path());
   REQUIRE(found.size() == 4);
-  CHECK(found[0].state == FoundCheckpoint::State::unfinished);
+  CHECK(found[0].state == FoundCheckpoint::State::damaged);
   CHECK(found[1].state == FoundCheckpoint::State::unfinished);
   CHECK(found[2].state == FoundCheckpoint::State::complete);
+  std::string log;
+  redirect_log([&](Level level, std::string_view line) { log += level == Level::kWarn ? std::string(line) + "\n" : ""; });
   CHECK(open_checkpoint(folder.path(), "auto")->index().step == 20);
+  redirect_log({});
+  CHECK(log == (folder.path() / "step-00000040").string() + " is damaged: it has no COMMITTED; it is passed over for step-00000020\n");
+}
+
+TEST_CASE("resume: a run with nothing but step folders that lost their marker is refused and not started afresh") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20});
+  for (const int64_t step : {10, 20}) {
+    fs::remove(folder.path() / step_folder_name(step) / "COMMITTED");
+  }
+  for (const std::string& which : {std::string("auto"), std::string("best"), folder.path().string()}) {
+    const std::string message = checkpoint_error([&] { (void)open_checkpoint(folder.path(), which); });
+    CHECK(message.find("holds damaged checkpoints only") != std::string::npos);
+    CHECK(message.find("step-00000020, ") != std::string::npos);
+    CHECK(message.find("another run_id") != std::string::npos);
+  }
+  TempFolder cut_short;  // a first save that did not get so far is no checkpoint at all
+  fs::create_directory(cut_short.path() / ".partial-step-00000030");
+  CHECK_FALSE(open_checkpoint(cut_short.path(), "auto").has_value());
+}
+
+TEST_CASE("resume: a misspelt word is told from a folder that is missing") {
+  TempFolder folder;
+  save_steps(folder.path(), {10});
+  CHECK(checkpoint_error([&] { (void)open_checkpoint(folder.path(), "atuo"); }) ==
+        "there is no checkpoint \"atuo\": no folder is called so\ndid you mean \"auto\"?");
+  CHECK(checkpoint_error([&] { (void)open_checkpoint(folder.path(), "untrained"); }).find("auto (the newest), best, or the folder") !=
+        std::string::npos);
+}
+
+TEST_CASE("retention: a best.json that is damaged counts as none, and the next best step replaces it") {
+  for (const char* text : {"{", "[]", "{\"step\": \"ten\"}", "{\"step\": -1, \"score\": 1, \"metric\": \"m\", \"metrics\": {}}", ""}) {
+    CAPTURE(text);
+    TempFolder folder;
+    save_steps(folder.path(), {10, 20, 30});
+    atomic_write(folder.path() / "best.json", text);
+    CHECK_FALSE(read_best(folder.path()).has_value());
+    CHECK(open_checkpoint(folder.path(), "best")->index().step == 30);
+    CHECK(rotate_checkpoints(folder.path(), 2, 30) == std::vector<int64_t>{10});
+    CHECK(offer_best(folder.path(), scored(20, 1.5)));
+    CHECK(read_best(folder.path())->step == 20);
+  }
 }
 
 TEST_CASE("resume: best, a step's folder and a run's folder can be named") {
@@ -131,7 +176,7 @@ TEST_CASE("resume: a damaged newest one is an error that names the good one befo
   spoil(folder.path(), 20);
   const std::string message = checkpoint_error([&] { (void)open_checkpoint(folder.path(), "auto"); });
   CHECK(message.find("step-00000030") != std::string::npos);
-  CHECK(message.find("--resume " + (folder.path() / "step-00000010").string()) != std::string::npos);
+  CHECK(message.find("name the newest good one instead: " + (folder.path() / "step-00000010").string()) != std::string::npos);
   CHECK(open_checkpoint(folder.path(), folder.path() / "step-00000010")->index().step == 10);
 }
 
