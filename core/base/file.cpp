@@ -34,6 +34,9 @@ namespace {
     case EDQUOT:
       hint = "free some space on this disk, or choose another one";
       break;
+    case EFBIG:
+      hint = "raise the limit on the size of files (ulimit -f), or choose a file system that takes larger ones";
+      break;
     default:
       break;
   }

@@ -24,11 +24,7 @@ struct Answer {
   double seconds = 0;
 };
 
-Answer run_host(const std::string& arguments) {
-  std::string command = std::string(SF_BUILD_DIR) + "/bin/sf-host " + arguments;
-  if (arguments.find('>') == std::string::npos) {
-    command += " 2>&1";
-  }
+Answer run_shell(const std::string& command) {
   Answer answer;
   auto start = std::chrono::steady_clock::now();
   FILE* pipe = popen(command.c_str(), "r");
@@ -40,6 +36,14 @@ Answer run_host(const std::string& arguments) {
   answer.code = WEXITSTATUS(pclose(pipe));
   answer.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return answer;
+}
+
+Answer run_host(const std::string& arguments) {
+  std::string command = std::string(SF_BUILD_DIR) + "/bin/sf-host " + arguments;
+  if (arguments.find('>') == std::string::npos) {
+    command += " 2>&1";
+  }
+  return run_shell(command);
 }
 
 const std::string kPlugins = std::string(" --plugin-path ") + SF_BUILD_DIR + "/tests/plugins/good ";
@@ -77,6 +81,52 @@ TEST_CASE("sf-host: mistakes on the command line end with code 2 and a suggestio
   Answer missing = run_host("plan /nonexistent.toml");
   CHECK(missing.code == 2);
   CHECK(missing.out.find("error[recipe/not-readable]") == 0);
+}
+
+TEST_CASE("sf-host: a flag that is empty, as from an unset variable, is refused and not passed over") {
+  const std::string recipe = kRecipes + "good.toml ";
+  for (const std::string& arguments :
+       {"train " + recipe + "--resume \"\"", "train " + recipe + "--init-from \"\"", "plan " + recipe + "--backend \"\"",
+        "eval " + recipe + "--checkpoint \"\"", "eval " + recipe + "--features \"\"", "export " + recipe + "--output \"\"",
+        "capture " + recipe + "--split \"\""}) {
+    Answer answer = run_host(arguments + kPlugins);
+    CHECK_MESSAGE(answer.code == 2, arguments);
+    CHECK_MESSAGE(answer.out.find(" is empty\n") != std::string::npos, answer.out);
+  }
+}
+
+TEST_CASE("sf-host: with --json a mistake on the command line is JSON on stdout, too") {
+  for (const char* arguments : {"train r.toml --foo --json", "trian r.toml --json", "plan --json", "plan --json a.toml --set"}) {
+    Answer answer = run_host(std::string(arguments) + " 2>/dev/null");
+    CHECK(answer.code == 2);
+    REQUIRE_MESSAGE(answer.out.starts_with("{"), arguments);
+    Json parsed = Json::parse(answer.out);
+    CHECK(parsed.at("exit_code").as_int() == 2);
+    CHECK(parsed.at("problems").size() == 1);
+  }
+}
+
+TEST_CASE("sf-host: output that can't be written is an error, on a full disk and over the limit of ulimit") {
+  Answer full = run_host("schema 2>&1 >/dev/full");
+  CHECK(full.code == 2);
+  CHECK(full.out.find("error: the output on stdout could not be written whole") == 0);
+  const std::string host = std::string(SF_BUILD_DIR) + "/bin/sf-host";
+  const fs::path file = fs::temp_directory_path() / ("sf-limit-" + std::to_string(getpid()));
+  Answer limited = run_shell("ulimit -f 1; " + host + " schema 2>&1 >" + file.string());
+  CHECK(limited.code == 2);  // 153 would be death by SIGXFSZ
+  CHECK(limited.out.find("could not be written whole") != std::string::npos);
+  fs::remove(file);
+}
+
+TEST_CASE("sf-host: a closed terminal stops it as SIGTERM does") {
+  // The recipe is a pipe, so the host is certainly at work when the signal comes; then the pipe ends, and an empty recipe is refused.
+  const std::string host = std::string(SF_BUILD_DIR) + "/bin/sf-host";
+  const fs::path pipe = fs::temp_directory_path() / ("sf-hangup-" + std::to_string(getpid()));
+  const std::string script = "mkfifo " + pipe.string() + "; " + host + " plan " + pipe.string() +
+                             " >/dev/null 2>&1 & pid=$!; while [ ! -p " + pipe.string() + " ]; do sleep 0.01; done; exec 3>" +
+                             pipe.string() + "; kill -HUP $pid; kill -HUP $pid; sleep 0.1; exec 3>&-; wait $pid";
+  CHECK(run_shell("( " + script + " )").code == 2);  // 129 would be death by the signal
+  fs::remove(pipe);
 }
 
 TEST_CASE("sf-host: a refused plan says why on stderr, as JSON on stdout with --json, and opens nothing") {

@@ -28,7 +28,7 @@ struct Command {
   int verbosity = 0;      // -v debug, -vv trace
 };
 
-/// True after SIGINT or SIGTERM.
+/// True after SIGINT, SIGTERM or SIGHUP.
 [[nodiscard]] bool is_stop_requested();
 
 // The verbs. Each prints its result to stdout and returns what the process ends with; failures of the world

@@ -1,8 +1,10 @@
 // sf-host: parses the few flags (Boost.Program_options knows nothing of options; --set goes through the
 // recipe's own reader), runs a verb, turns what is thrown into a message and an exit code, and leaves by
 // _exit: libraries of plugins are never unloaded.
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
@@ -10,6 +12,8 @@
 #include <new>
 #include <sstream>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "core/base/log.hpp"
@@ -35,6 +39,28 @@ void on_signal(int) {
   if (stop_signals.fetch_add(1) > 0) {  // a second Ctrl-C: now
     _exit(static_cast<int>(ExitCode::kInterrupted));
   }
+}
+
+// A closed terminal: the shell and the kernel both may say so, and neither is impatient.
+void on_hangup(int) {
+  int none = 0;
+  stop_signals.compare_exchange_strong(none, 1);
+}
+
+void catch_signals() {
+  struct sigaction action {};
+  action.sa_handler = on_signal;
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+  struct sigaction before {};
+  sigaction(SIGHUP, nullptr, &before);
+  if (before.sa_handler != SIG_IGN) {  // under nohup it stays ignored
+    action.sa_handler = on_hangup;
+    sigaction(SIGHUP, &action, nullptr);
+  }
+  // Over the limit of ulimit -f write() then says EFBIG, which is handled like a full disk.
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGXFSZ, &action, nullptr);
 }
 
 struct Verb {
@@ -150,7 +176,7 @@ std::string help_text(const Verb& verb, const po::options_description& flags) {
   refuse_usage(error.what(), hint);
 }
 
-ExitCode dispatch(int argc, char** argv, bool& wants_json) {
+ExitCode dispatch(int argc, char** argv) {
   std::vector<std::string> words(argv + 1, argv + argc);
   if (words.empty() || words[0] == "--help" || words[0] == "-h" || words[0] == "help") {
     std::fputs(overview().c_str(), words.empty() ? stderr : stdout);
@@ -189,7 +215,6 @@ ExitCode dispatch(int argc, char** argv, bool& wants_json) {
   } catch (const po::error& error) {
     refuse_flag(*verb, flags, error);
   }
-  wants_json = command.json;
   if (values.count("help") > 0) {
     std::fputs(help_text(*verb, flags).c_str(), stdout);
     if (verb->takes_recipe && !command.positional.empty()) {
@@ -204,6 +229,13 @@ ExitCode dispatch(int argc, char** argv, bool& wants_json) {
     refuse_usage(format("{} takes one argument, found \"{}\" and \"{}\"", verb->name, command.positional[0],
                         command.positional[1]),
                  format("usage: sf-host {} {}", verb->name, verb->arguments));
+  }
+  // An empty word is a script's unset variable; taken as "not given" it would start another run than was meant.
+  for (const auto& [name, value] : values) {
+    const auto* text = boost::any_cast<std::string>(&value.value());
+    if (text != nullptr && text->empty()) {
+      refuse_usage(format("--{} is empty", name), format("give it a value, or leave --{} out", name));
+    }
   }
   return verb->run(command);
 }
@@ -228,13 +260,11 @@ ExitCode report(ExitCode code, const std::string& what, const std::string& hint,
 }
 
 ExitCode run_program(int argc, char** argv) {
-  struct sigaction action {};
-  action.sa_handler = on_signal;
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  bool wants_json = false;
+  catch_signals();
+  // Asked of the words themselves, so that a mistake among the flags is told as JSON, too.
+  bool wants_json = std::any_of(argv + 1, argv + argc, [](const char* word) { return word == std::string_view("--json"); });
   try {
-    return dispatch(argc, argv, wants_json);
+    return dispatch(argc, argv);
   } catch (const Error& error) {
     return report(error.code(), error.what(), error.hint(), wants_json);
   } catch (const std::bad_alloc&) {
@@ -251,12 +281,25 @@ bool is_stop_requested() {
   return stop_signals.load() > 0;
 }
 
+// A result that did not arrive whole is no success.
+ExitCode finish_stdout(ExitCode code) {
+  errno = 0;
+  const bool lost_before = std::ferror(stdout) != 0;
+  if (std::fflush(stdout) == 0 && !lost_before) {
+    return code;
+  }
+  std::string why = errno != 0 ? ": " + std::generic_category().message(errno) : "";
+  std::fprintf(stderr, "error: the output on stdout could not be written whole%s\n  fix:  see where stdout leads: a full disk, a limit, a closed pipe\n",
+               why.c_str());
+  return code == ExitCode::kOk ? ExitCode::kUsage : code;
+}
+
 }  // namespace sf
 
 int main(int argc, char** argv) {
   sf::ExitCode code = sf::run_program(argc, argv);
   sf::flush_log();
-  std::fflush(stdout);
+  code = sf::finish_stdout(code);
   std::fflush(stderr);
   _exit(static_cast<int>(code));
 }
