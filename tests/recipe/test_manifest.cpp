@@ -126,3 +126,30 @@ TEST_CASE("manifest: choices on a type without choices are a mistake of the mani
   CHECK(problems_of(kHead + "[options.a]\ntype = \"int\"\ndefault = 1\nhelp = \"x\"\nchoices = [\"x\"]\n").find("belong together") !=
         std::string::npos);
 }
+
+TEST_CASE("manifest: no flipped bit or changed word makes the reader fail in another way than by refusing") {
+  const std::string good = read_file(std::string(SF_TEST_DATA) + "/../core/recipe/host.toml");
+  const char* const kWords[] = {"int", "bool", "strings", "ints", "choice", "bytes", "duration", "path", "[1]", "nan", "-1", "true", "\"\"", "{}", "@x"};
+  std::uint32_t state = 4711;
+  const auto next = [&](std::size_t below) {
+    state = state * 1664525 + 1013904223;
+    return (state >> 8) % below;
+  };
+  int refused = 0;
+  for (int round = 0; round < 400; ++round) {
+    std::string text = good;
+    if (round % 2 == 0) {
+      for (int flip = 0; flip < 3; ++flip) {
+        text[next(text.size())] ^= static_cast<char>(1 << next(8));
+      }
+    } else {  // the right side of a line becomes something else
+      std::size_t at = text.find(" = ", next(text.size() - 200));
+      if (at != std::string::npos) {
+        text.replace(at + 3, text.find('\n', at) - at - 3, kWords[next(std::size(kWords))]);
+      }
+    }
+    Diagnostics problems;
+    CHECK_NOTHROW(refused += parse_manifest(text, "m", problems).has_value() ? 0 : 1);
+  }
+  CHECK(refused > 50);
+}
