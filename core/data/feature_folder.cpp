@@ -3,13 +3,7 @@
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 namespace sf {
@@ -52,67 +46,53 @@ FeatureFolder::FeatureFolder(const std::filesystem::path& folder, FeatureManifes
   std::error_code failed;
   std::filesystem::create_directories(folder_, failed);
   if (failed) throw Error(ExitCode::kData, format("{}: making the folder: {}", folder_, failed.message()));
-  lock_ = ::open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (lock_ < 0)
-    throw Error(ExitCode::kData, format("{}: opening the folder: {}", folder_, std::strerror(errno)));
-  try {
-    if (::flock(lock_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
-      throw Error(ExitCode::kData, format("{}: another capture is writing to this folder", folder_),
-                  "wait for it, or name another folder");
+  lock_ = std::make_unique<FolderLock>(folder_, ExitCode::kData, "another capture is writing to this folder",
+                                       "wait for it, or name another folder");
+  const bool finished = std::filesystem::exists(folder_ / kManifestName);
+  const bool begun = std::filesystem::exists(folder_ / kUnfinishedName);
+  if (finished || begun) {
+    const std::filesystem::path path = folder_ / (finished ? kManifestName : kUnfinishedName);
+    FeatureManifest found;
+    try {
+      found = FeatureManifest::read(path);
+    } catch (const Error& error) {
+      throw Error(error.code(), error.what(), format("remove {} to capture again", folder_));
     }
-    const bool finished = std::filesystem::exists(folder_ / kManifestName);
-    const bool begun = std::filesystem::exists(folder_ / kUnfinishedName);
-    if (finished || begun) {
-      const std::filesystem::path path = folder_ / (finished ? kManifestName : kUnfinishedName);
-      FeatureManifest found;
-      try {
-        found = FeatureManifest::read(path);
-      } catch (const Error& error) {
-        throw Error(error.code(), error.what(), format("remove {} to capture again", folder_));
-      }
-      if (found.recipe_fingerprint() != wanted_.recipe_fingerprint()) {
-        std::string differs;
-        const auto note = [&](bool different, const char* what) {
-          if (different) differs += (differs.empty() ? "" : ", ") + std::string(what);
-        };
-        note(found.target_fingerprint() != wanted_.target_fingerprint(), "target");
-        note(found.tokens_sha256 != wanted_.tokens_sha256, "tokens");
-        note(found.features != wanted_.features, "layers, type or keys of the features");
-        note(found.max_length != wanted_.max_length, "max_length");
-        throw Error(ExitCode::kData,
-                    format("{}: this folder holds another capture; different: {}", folder_, differs),
-                    "name another folder, or remove this one");
-      }
-      take_over(found);
-      was_finished_ = finished && std::all_of(shards_.begin(), shards_.end(),
-                                              [](const auto& shard) { return shard.has_value(); });
+    if (found.recipe_fingerprint() != wanted_.recipe_fingerprint()) {
+      std::string differs;
+      const auto note = [&](bool different, const char* what) {
+        if (different) differs += (differs.empty() ? "" : ", ") + std::string(what);
+      };
+      note(found.target_fingerprint() != wanted_.target_fingerprint(), "target");
+      note(found.tokens_sha256 != wanted_.tokens_sha256, "tokens");
+      note(found.features != wanted_.features, "layers, type or keys of the features");
+      note(found.max_length != wanted_.max_length, "max_length");
+      throw Error(ExitCode::kData,
+                  format("{}: this folder holds another capture; different: {}", folder_, differs),
+                  "name another folder, or remove this one");
     }
-    for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
-      const std::string name = entry.path().filename().string();
-      if (name.starts_with(kManifestName) || name.starts_with(kUnfinishedName)) continue;
-      if (!is_shard_name(name)) {
-        throw Error(ExitCode::kData, format("{}: the folder has something else in it: '{}'", folder_, name),
-                    "name a folder that is empty or does not exist yet");
-      }
-    }
-    if (was_finished_) return;
-    // What is left of a killed capture, or of shards that were damaged, is written again.
-    for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
-      const std::string name = entry.path().filename().string();
-      const bool kept = std::any_of(shards_.begin(), shards_.end(),
-                                    [&](const auto& shard) { return shard && shard->file == name; });
-      if (is_shard_name(name) && !kept) std::filesystem::remove(entry.path());
-    }
-    atomic_write(folder_ / kUnfinishedName, manifest_so_far().to_json().dump(2) + "\n");
-    std::filesystem::remove(folder_ / kManifestName);
-  } catch (...) {
-    ::close(lock_);
-    throw;
+    take_over(found);
+    was_finished_ = finished && std::all_of(shards_.begin(), shards_.end(),
+                                            [](const auto& shard) { return shard.has_value(); });
   }
-}
-
-FeatureFolder::~FeatureFolder() {
-  if (lock_ >= 0) ::close(lock_);  // and with it the lock
+  for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(kManifestName) || name.starts_with(kUnfinishedName)) continue;
+    if (!is_shard_name(name)) {
+      throw Error(ExitCode::kData, format("{}: the folder has something else in it: '{}'", folder_, name),
+                  "name a folder that is empty or does not exist yet");
+    }
+  }
+  if (was_finished_) return;
+  // What is left of a killed capture, or of shards that were damaged, is written again.
+  for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
+    const std::string name = entry.path().filename().string();
+    const bool kept = std::any_of(shards_.begin(), shards_.end(),
+                                  [&](const auto& shard) { return shard && shard->file == name; });
+    if (is_shard_name(name) && !kept) std::filesystem::remove(entry.path());
+  }
+  atomic_write(folder_ / kUnfinishedName, manifest_so_far().to_json().dump(2) + "\n");
+  std::filesystem::remove(folder_ / kManifestName);
 }
 
 void FeatureFolder::take_over(const FeatureManifest& found) {

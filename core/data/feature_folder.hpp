@@ -7,10 +7,12 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "core/base/file.hpp"
 #include "core/data/feature_format.hpp"
 
 namespace sf {
@@ -35,7 +37,6 @@ class FeatureFolder {
   /// their checksums hold. Throws sf::Error (data) when the folder holds something else, or another capture
   /// writes to it.
   FeatureFolder(const std::filesystem::path& folder, FeatureManifest wanted, std::vector<ShardPlan> plan);
-  ~FeatureFolder();
   FeatureFolder(const FeatureFolder&) = delete;
   FeatureFolder& operator=(const FeatureFolder&) = delete;
 
@@ -67,7 +68,7 @@ class FeatureFolder {
   std::vector<ShardPlan> plan_;
   std::vector<std::optional<FeatureShard>> shards_;
   bool was_finished_ = false;
-  int lock_ = -1;
+  std::unique_ptr<FolderLock> lock_;
 };
 
 }  // namespace sf
