@@ -12,9 +12,9 @@
 namespace sf {
 namespace {
 
-/// Adds a metric's ratio under its name; a vector metric becomes position_1/NAME, position_2/NAME ...
+/// Adds a metric's ratio, or a count as it is, under its name; a vector metric becomes position_1/NAME, position_2/NAME ...
 void report(const std::string& name, const MetricSum& sum, std::map<std::string, double>& out) {
-  const at::Tensor ratio = (sum.numerator / sum.denominator.clamp_min(1e-12)).cpu();
+  const at::Tensor ratio = (sum.denominator.defined() ? sum.numerator / sum.denominator.clamp_min(1e-12) : sum.numerator).cpu();
   if (ratio.dim() == 0) {
     out[name] = ratio.item<double>();
     return;

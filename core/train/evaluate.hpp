@@ -21,7 +21,7 @@ struct Evaluation {
   Json to_json() const;
 };
 
-/// Numerators over denominators, by name.
+/// Numerators over denominators, and counts as they are, by name.
 std::map<std::string, double> ratios(const std::map<std::string, MetricSum>& metrics);
 
 /// All samples in their order (the first `max_samples` when > 0), in batches of training.batch_size. Other state of the session is untouched.

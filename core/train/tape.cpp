@@ -291,16 +291,27 @@ void TapeRunner::add_loss(const TapeValue& numerator) {
 }
 
 void TapeRunner::add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) {
-  SF_CHECK(numerator.sizes() == denominator.sizes() && numerator.dim() <= 1, "metric '{}': numerator and denominator differ in shape",
-           std::string(name));
+  SF_CHECK(numerator.sizes() == denominator.sizes(), "metric '{}': numerator and denominator differ in shape", std::string(name));
+  add_sum(name, numerator, denominator);
+}
+
+void TapeRunner::add_count(std::string_view name, const at::Tensor& count) { add_sum(name, count, at::Tensor()); }
+
+void TapeRunner::add_sum(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) {
+  SF_CHECK(numerator.dim() <= 1, "metric '{}' has {} dimensions, expected a scalar or [p]", std::string(name), numerator.dim());
+  const auto as_double = [&](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.detach().to(loss_sum_.device(), at::kDouble) : at::Tensor();
+  };
   const auto [entry, is_new] = metrics_.try_emplace(std::string(name));
   MetricSum& sum = entry->second;
-  const auto as_double = [&](const at::Tensor& tensor) { return tensor.detach().to(loss_sum_.device(), at::kDouble); };
   if (is_new) {
-    sum = {as_double(numerator).clone(), as_double(denominator).clone()};
-  } else {
-    SF_CHECK(sum.numerator.sizes() == numerator.sizes(), "metric '{}' changes its shape", std::string(name));
-    sum.numerator.add_(as_double(numerator));
+    sum = {as_double(numerator).clone(), denominator.defined() ? as_double(denominator).clone() : at::Tensor()};
+    return;
+  }
+  SF_CHECK(sum.numerator.sizes() == numerator.sizes() && sum.denominator.defined() == denominator.defined(),
+           "metric '{}' changes its shape, or is a count here and a ratio there", std::string(name));
+  sum.numerator.add_(as_double(numerator));
+  if (denominator.defined()) {
     sum.denominator.add_(as_double(denominator));
   }
 }

@@ -18,7 +18,7 @@
 
 namespace sf {
 
-/// Numerator and denominator of a metric, summed over a window: float64, scalar or [p].
+/// Numerator and denominator of a metric, summed over a window: float64, scalar or [p]. A count has no denominator.
 struct MetricSum {
   at::Tensor numerator, denominator;
 };
@@ -63,6 +63,7 @@ class TapeRunner final : public Runner {
   TapeValue constant(const at::Tensor& tensor) override;
   void add_loss(const TapeValue& numerator) override;
   void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) override;
+  void add_count(std::string_view name, const at::Tensor& count) override;
   const at::Tensor& seed() const override { return seed_; }
   Phase phase() const override { return phase_; }
   const StepInfo& step() const override { return step_; }
@@ -90,6 +91,7 @@ class TapeRunner final : public Runner {
 
   std::vector<at::Tensor> forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs);
   void add_gradient(const ValueNode& node, const at::Tensor& gradient);
+  void add_sum(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator);
   void backward_use(Use& use, int64_t uses_left, bool boundary);
   void finish_evaluated();
   void check_order(std::vector<int64_t>& known, const char* phase);

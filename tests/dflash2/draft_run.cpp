@@ -26,6 +26,7 @@ class Spy final : public Runner {
   void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) override {
     runner_.add_metric(name, numerator, denominator);
   }
+  void add_count(std::string_view name, const at::Tensor& count) override { runner_.add_count(name, count); }
   const at::Tensor& seed() const override { return runner_.seed(); }
   Phase phase() const override { return runner_.phase(); }
   const StepInfo& step() const override { return runner_.step(); }
@@ -47,7 +48,7 @@ std::map<std::string, Ratio> ratios(const TapeRunner& runner) {
 
 }  // namespace
 
-double Ratio::value() const { return numerator.item<double>() / std::max(denominator.item<double>(), 1e-12); }
+double Ratio::value() const { return !denominator.defined() ? numerator.item<double>() : numerator.item<double>() / std::max(denominator.item<double>(), 1e-12); }
 
 DraftRun::DraftRun(const DflashOptions& options, const ModelFacts& facts, const TargetTables& tables,
                    const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype)

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "sf/comm.hpp"
 #include "sf/unit.hpp"
 
 namespace sf {
@@ -24,6 +25,7 @@ struct Shard {
 struct Placement {
   at::Device device = at::kCPU;
   at::ScalarType dtype = at::kFloat;
+  Comm* comm = nullptr;                // null: one process; outlives the backend
 };
 
 class Sharding {

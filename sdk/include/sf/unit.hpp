@@ -94,6 +94,8 @@ class Runner {
   /// numerator / denominator, summed each over window and ranks. No gradient flows through a metric. Same shape: scalar, or [p] for one figure per position,
   /// reported as position_1/NAME, position_2/NAME ... (slot 0 is the known token and has none).
   virtual void add_metric(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator) = 0;
+  /// A sum over window and ranks, reported as it is: how many rows, blocks or tokens a figure rests on. Scalar, or [p] as above.
+  virtual void add_count(std::string_view name, const at::Tensor& count) = 0;
   /// Scalar float32 on the device: what the pooling makes of the window's denominators. 1 while evaluating.
   virtual const at::Tensor& seed() const = 0;
   virtual Phase phase() const = 0;  // forward or evaluate

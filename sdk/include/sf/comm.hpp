@@ -1,0 +1,66 @@
+// sf/comm.hpp: collectives between the ranks of a run, as the host offers them to sharding backends (Placement::comm).
+//
+// Order is the contract: every rank issues the same calls with the same sizes in the same order on each channel. Each call starts
+// after what the current stream has queued so far and runs beside what is queued later; wait() makes the current stream wait, never the
+// host. On the CPU a call may be done when it returns. A collective that does not finish within the run's time limit ends the run with its
+// label and the ranks that had not arrived. All calls are [main].
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace sf {
+
+/// A collective that has been issued. Keeps its tensors alive until wait() or destruction.
+class CommWork {
+ public:
+  virtual ~CommWork() = default;
+  /// The current stream waits for the result. May be called once.
+  virtual void wait() = 0;
+};
+
+/// Two collectives of one channel run one after the other. `reduction` is a communicator of its own after open_reduction_channel,
+/// else the same as `main`.
+enum class Channel { main, reduction };
+enum class Reduction { sum, max };
+
+class Comm {
+ public:
+  virtual int64_t rank() const = 0;
+  virtual int64_t size() const = 0;  // W
+  virtual int64_t local_rank() const = 0;
+
+  /// whole [W * n] <- part [n] of every rank, in rank order. `part` may be the rank's own place in `whole`. Contiguous, any dtype.
+  virtual std::unique_ptr<CommWork> all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label,
+                                               Channel channel = Channel::main) = 0;
+  /// part [n] <- sum over ranks of their whole [W * n] at this rank's place. float32 or bfloat16; on the CPU the sum is taken in rank order in float32.
+  virtual std::unique_ptr<CommWork> reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                   Channel channel = Channel::main) = 0;
+  /// In place. float32, float64, bfloat16, int64. The same bits on every rank.
+  virtual std::unique_ptr<CommWork> all_reduce(const at::Tensor& tensor, Reduction reduction, std::string_view label,
+                                               Channel channel = Channel::main) = 0;
+  /// In place, from `root`. Any dtype.
+  virtual std::unique_ptr<CommWork> broadcast(const at::Tensor& tensor, int64_t root, std::string_view label,
+                                              Channel channel = Channel::main) = 0;
+
+  /// A second communicator over the same ranks for Channel::reduction. All ranks call it or none.
+  virtual void open_reduction_channel() = 0;
+  /// A buffer at a fixed address for the rest of the run, so that the library may register it. No effect where that means nothing.
+  virtual void register_buffer(const at::Tensor& buffer) = 0;
+
+  /// Host side, through the run's store, not through the device: one text of each rank, in rank order. Waits for all of them.
+  virtual std::vector<std::string> gather_texts(const std::string& text, std::string_view label) = 0;
+
+  /// How many collectives of each kind were issued so far, by label: "all_gather block.0" -> 12. For tests and metrics.
+  virtual std::vector<std::pair<std::string, int64_t>> counts() const = 0;
+
+ protected:
+  ~Comm() = default;
+};
+
+}  // namespace sf
