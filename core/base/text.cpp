@@ -138,6 +138,12 @@ std::string human_count(std::uint64_t count) {
   return with_decimals(value, unit == 0 ? 0 : 1) + kUnits[unit];
 }
 
+std::string format_fixed(double value, int digits) {
+  char text[64];
+  std::snprintf(text, sizeof text, "%.*f", digits, value);
+  return text;
+}
+
 std::string human_duration(double seconds) {
   if (!std::isfinite(seconds) || seconds < 0) {
     return "unknown";

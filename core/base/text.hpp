@@ -60,6 +60,7 @@ std::string format(std::string_view pattern, const Values&... values) {
 /// may differ).
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates);
 
+std::string format_fixed(double value, int digits);  // format_fixed(2.0 / 3, 2) is "0.67"
 std::string human_bytes(std::uint64_t bytes);  // "512 B", "1.5 GiB"
 std::string human_count(std::uint64_t count);  // "950", "134.5 M"
 std::string human_duration(double seconds);    // "0.8 s", "42 s", "3 min 05 s", "2 h 07 min"

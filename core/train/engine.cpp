@@ -45,6 +45,9 @@ class EngineLibrary final : public Engine {
   Json export_draft(const EngineContext& context, const ExportArguments& arguments) override {
     return guarded(context, [&] { return sf::export_draft(context, arguments); });
   }
+  Json bench(const EngineContext& context, const BenchArguments& arguments) override {
+    return guarded(context, [&] { return sf::bench(context, arguments); });
+  }
 };
 
 }  // namespace

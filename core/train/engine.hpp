@@ -29,6 +29,7 @@ struct EngineContext {
   std::vector<LoadedPlugin> plugins;
   LogFunction log;                             // level, text
   std::function<bool()> stop_requested;        // true after SIGINT or SIGTERM
+  bool random_tables = false;                  // a benchmark: the target's embedding and head are drawn, only its config.json is read
 };
 
 struct TrainArguments {
@@ -50,6 +51,16 @@ struct ExportArguments {
   std::string output;                // folder to make
 };
 
+struct BenchArguments {
+  bool end_to_end = false;      // false: resident batches, step by step; true: the verb train, from feature files on
+  int64_t warmup = 3;           // windows before the clock starts
+  int64_t steps = 6;            // windows in each repeat
+  int64_t repeats = 3;
+  int64_t samples = 0;          // distinct random samples; 0: two windows' worth (end to end: as many as the run takes)
+  bool variable_mask = false, variable_length = false;
+  std::string label;            // names the result
+};
+
 /// One line of the plan's size table.
 struct SizeLine {
   std::string name;     // "weights", "optimizer", "gradient buffers", "activations (estimate)" ...
@@ -69,6 +80,8 @@ class Engine {
   virtual Json capture(const EngineContext&, const CaptureArguments&) = 0;
   virtual Json evaluate(const EngineContext&, const EvalArguments&) = 0;
   virtual Json export_draft(const EngineContext&, const ExportArguments&) = 0;
+  /// How fast the recipe's run is on random data: docs/benchmarks/README.md says what each figure means.
+  virtual Json bench(const EngineContext&, const BenchArguments&) = 0;
 
  protected:
   ~Engine() = default;

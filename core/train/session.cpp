@@ -12,6 +12,7 @@
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
 #include "core/base/log.hpp"
+#include "core/data/target_config.hpp"
 #include "core/data/tokenizer_facts.hpp"
 #include "core/data/weight_folder.hpp"
 #include "core/kernels/ops.hpp"
@@ -19,6 +20,7 @@
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/initialize.hpp"
+#include "core/train/workload.hpp"
 
 namespace sf {
 namespace {
@@ -104,7 +106,14 @@ MemoryUse memory_use(at::Device device) {
   }
   const auto stats = c10::getDeviceAllocator(device.type())->getDeviceStats(device.index());
   const auto& all = stats.allocated_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
-  return {.now = all.current, .peak = all.peak};
+  const auto& reserved = stats.reserved_bytes[static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE)];
+  return {.now = all.current, .peak = all.peak, .reserved_peak = reserved.peak};
+}
+
+void reset_memory_peak(at::Device device) {
+  if (!device.is_cpu()) {
+    c10::getDeviceAllocator(device.type())->resetPeakStats(device.index());
+  }
 }
 
 std::unique_ptr<Session> open_session(const EngineContext& context) {
@@ -128,15 +137,21 @@ std::unique_ptr<Session> open_session(const EngineContext& context) {
   session->sharding->build(session->description.units, session->placement);
   initialize_weights(session->description.units, session->sharding->shards(), session->seed);
 
-  const Json target_config = Json::parse(read_file(target_folder / "config.json"), (target_folder / "config.json").string());
-  session->target_fingerprint = target_fingerprint(target_config, WeightFolder::open(target_folder));
-  session->tables = load_target_tables({.folder = target_folder,
-                                        .embedding_key = plan.get<std::string>("model.embedding_key"),
-                                        .lm_head_key = plan.get<std::string>("model.lm_head_key"),
-                                        .dtype = session->placement.dtype,
-                                        .device = session->placement.device,
-                                        .embedding = session->description.needs_embedding,
-                                        .head = session->description.needs_head});
+  if (context.random_tables) {
+    const TargetConfig target = target_config(read_model_config(target_folder), (target_folder / "config.json").string());
+    session->target_fingerprint = kRandomTarget;
+    session->tables = random_tables(session->description, {.vocab = target.vocab_size, .hidden = target.hidden_size, .seed = session->seed},
+                                    session->placement.dtype, session->placement.device);
+  } else {
+    session->target_fingerprint = target_fingerprint(read_model_config(target_folder), WeightFolder::open(target_folder));
+    session->tables = load_target_tables({.folder = target_folder,
+                                          .embedding_key = plan.get<std::string>("model.embedding_key"),
+                                          .lm_head_key = plan.get<std::string>("model.lm_head_key"),
+                                          .dtype = session->placement.dtype,
+                                          .device = session->placement.device,
+                                          .embedding = session->description.needs_embedding,
+                                          .head = session->description.needs_head});
+  }
   session->algorithm->bind(session->tables, *session->ops);
 
   std::vector<Unit*> units;

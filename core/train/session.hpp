@@ -30,8 +30,11 @@ at::Device open_device(const std::string& name);
 /// Bytes of the device's memory in use by this process now and at most: the allocator's on a GPU, resident memory on the CPU.
 struct MemoryUse {
   int64_t now = 0, peak = 0;
+  int64_t reserved_peak = 0;   // what the allocator took from the GPU; 0 on the CPU
 };
 MemoryUse memory_use(at::Device device);
+/// The peaks begin anew; no effect on the CPU, whose peak is the process's.
+void reset_memory_peak(at::Device device);
 
 struct Session {
   const EngineContext* context = nullptr;

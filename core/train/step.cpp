@@ -29,17 +29,22 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
       at::tensor(window.denominators, at::TensorOptions().dtype(at::kDouble)).to(placement_.device);
   const at::Tensor seeds_a = window_seeds(denominators_a, description_.pooling);
 
+  mark(StepMark::begin);
   runner_.begin_window(seeds_a[0], step);
   for (size_t m = 0; m < window.batches.size(); ++m) {
     runner_.begin_micro_step();
     runner_.set_seed(seeds_a[static_cast<int64_t>(m)]);
     algorithm_.micro_step(runner_, to_device(window.batches[m], description_, placement_.device, placement_.dtype));
+    mark(StepMark::forward_done);
     runner_.backward(/*boundary=*/m + 1 == window.batches.size());
+    mark(StepMark::backward_done);
   }
   const std::vector<at::Tensor> gradients = sharding_.end_window();
   const at::Tensor norm = sharding_.gradient_norm(gradients);
+  mark(StepMark::gradients_reduced);
   const at::Tensor total = denominators_a.sum().to(at::kFloat);
   const at::Tensor updated = optimizer_.step(gradients, norm, total, learning_rate);
+  mark(StepMark::updated);
 
   // The one host read of the window.
   const at::Tensor read =

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "core/train/loader.hpp"
@@ -23,6 +25,9 @@ struct StepResult {
   bool updated = false;     // false: no sample had weight, or a number was not finite; all state is as it was
 };
 
+/// Where a window is, for whoever measures it. Forward and backward come once for each micro-step.
+enum class StepMark { begin, forward_done, backward_done, gradients_reduced, updated };
+
 class Trainer {
  public:
   Trainer(Algorithm& algorithm, const Description& description, Sharding& sharding, TapeRunner& runner, AdamW& optimizer,
@@ -30,8 +35,16 @@ class Trainer {
 
   /// Forward and backward of every micro-step, reduction, clipping, update.
   StepResult run(const Window& window, const StepInfo& step, double learning_rate);
+  /// Called as the host passes each mark; the device may be behind, so a listener that wants times records events.
+  void on_mark(std::function<void(StepMark)> listener) { on_mark_ = std::move(listener); }
 
  private:
+  void mark(StepMark mark) const {
+    if (on_mark_) {
+      on_mark_(mark);
+    }
+  }
+  std::function<void(StepMark)> on_mark_;
   Algorithm& algorithm_;
   const Description& description_;
   Sharding& sharding_;

@@ -17,6 +17,8 @@ Json capture(const EngineContext& context, const CaptureArguments& arguments);
 Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& arguments);
 /// A folder that serving engines load.
 Json export_draft(const EngineContext& context, const ExportArguments& arguments);
+/// Times, memory and rates of the recipe's run on random data.
+Json bench(const EngineContext& context, const BenchArguments& arguments);
 /// Bytes by kind, from the algorithm's description alone; the last line is their sum.
 std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description);
 

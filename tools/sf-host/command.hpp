@@ -4,6 +4,7 @@
 // command.hpp: what was typed.
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,11 @@ struct Command {
   std::string checkpoint, features;       // eval, export
   std::string output;                     // export
   std::string split = "all";              // capture
+  std::string label, compare;             // bench
+  std::vector<std::string> variants;      // bench matrix
+  std::string mode = "step";              // bench: step, run
+  std::int64_t warmup = 3, steps = 6, repeats = 3, samples = 0;  // bench
+  bool variable_mask = false, variable_length = false;           // bench
   bool json = false;
   bool markdown = false;  // schema
   int verbosity = 0;      // -v debug, -vv trace
@@ -41,5 +47,6 @@ ExitCode run_eval(const Command& command);
 ExitCode run_export(const Command& command);
 ExitCode run_schema(const Command& command);
 ExitCode run_doctor(const Command& command);
+ExitCode run_bench(const Command& command);
 
 }  // namespace sf

@@ -71,7 +71,7 @@ struct Verb {
   bool takes_recipe;
 };
 
-constexpr std::array<Verb, 8> kVerbs = {{
+constexpr std::array<Verb, 9> kVerbs = {{
     {"train", "RECIPE", "train a draft as the recipe says", run_train, true},
     {"plan", "RECIPE", "print what a run would do: stack, values with origin, sizes; start nothing", run_plan,
      true},
@@ -79,6 +79,8 @@ constexpr std::array<Verb, 8> kVerbs = {{
      run_capture, true},
     {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features", run_eval, true},
     {"export", "RECIPE", "write a checkpoint as the folder that serving engines load", run_export, true},
+    {"bench", "RECIPE | matrix RECIPE | summarize FILE...",
+     "time the recipe's run on random data; matrix: variants in turn; summarize: results as a table", run_bench, true},
     {"plugins", "[NAME]", "list installed plugins, or all about one; open nothing", run_plugins, false},
     {"schema", "", "all options as a JSON schema, or as Markdown", run_schema, false},
     {"doctor", "[RECIPE]", "check plugins, engine, device and disk; with a recipe also its plan and data",
@@ -123,6 +125,21 @@ po::options_description flags_of(const Verb& verb, Command& command) {
   }
   if (name == "capture") {
     add("split", po::value(&command.split)->value_name("train|eval|all"), "which records (default all)");
+  }
+  if (name == "bench") {
+    add("mode", po::value(&command.mode)->value_name("step|run"),
+        "step: resident batches, window by window (the default); run: the verb train from feature files on");
+    add("warmup", po::value(&command.warmup)->value_name("N"), "windows before the clock starts (3)");
+    add("steps", po::value(&command.steps)->value_name("N"), "windows in each repeat (6)");
+    add("repeats", po::value(&command.repeats)->value_name("N"), "repeats that median and range are taken of (3)");
+    add("samples", po::value(&command.samples)->value_name("N"), "distinct random samples (two windows' worth)");
+    add("variable-mask", po::bool_switch(&command.variable_mask), "20 to 80 % of each sample is prompt");
+    add("variable-length", po::bool_switch(&command.variable_length), "lengths from a quarter of data.max_length up to it");
+    add("label", po::value(&command.label)->value_name("TEXT"), "names the result; default: the recipe's name");
+    add("output", po::value(&command.output)->value_name("FILE"), "write the result as JSON, too (matrix: a folder of them)");
+    add("compare", po::value(&command.compare)->value_name("FILE"), "an earlier result to set beside this one");
+    add("variant", po::value(&command.variants)->value_name("NAME:KEY=VALUE,...")->composing(),
+        "matrix: a variant and what it sets; NAME alone is the recipe as it stands");
   }
   if (name == "eval" || name == "export") {
     add("checkpoint", po::value(&command.checkpoint)->value_name("FOLDER"),
@@ -225,7 +242,7 @@ ExitCode dispatch(int argc, char** argv) {
   if (values["verbose"].as<bool>()) {
     set_log_level(Level::kDebug);
   }
-  if (command.positional.size() > 1) {
+  if (command.positional.size() > 1 && command.verb != "bench") {
     refuse_usage(format("{} takes one argument, found \"{}\" and \"{}\"", verb->name, command.positional[0],
                         command.positional[1]),
                  format("usage: sf-host {} {}", verb->name, verb->arguments));

@@ -1,0 +1,342 @@
+// The verb `bench`: the recipe's run on random data, timed. docs/benchmarks/README.md defines every figure.
+//
+// Step by step: resident batches, a host wait between windows alone; what the device does inside a window is timed by events. End to end: the
+// verb `train` itself on feature files, read back from its metrics.jsonl.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <fstream>
+#include <map>
+#include <optional>
+
+#include "core/base/error.hpp"
+#include "core/base/file.hpp"
+#include "core/base/log.hpp"
+#include "core/data/target_config.hpp"
+#include "core/plan/plan.hpp"
+#include "core/train/evaluate.hpp"
+#include "core/train/session.hpp"
+#include "core/train/step.hpp"
+#include "core/train/verbs.hpp"
+#include "core/train/workload.hpp"
+
+namespace sf {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double milliseconds_since(Clock::time_point start) { return std::chrono::duration<double, std::milli>(Clock::now() - start).count(); }
+
+struct Spread {
+  double median = 0, low = 0, high = 0;
+};
+
+Spread spread_of(std::vector<double> values) {
+  SF_CHECK(!values.empty(), "no measurement to summarise");
+  std::sort(values.begin(), values.end());
+  const size_t middle = values.size() / 2;
+  return {.median = values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2,
+          .low = values.front(),
+          .high = values.back()};
+}
+
+Json to_json(const Spread& spread) {
+  Json json = Json::object();
+  return json.set("median", spread.median).set("min", spread.low).set("max", spread.high);
+}
+
+/// A moment on the device's stream, or on the host's clock where there is no stream.
+class Moment {
+ public:
+  explicit Moment(at::Device device) : time_(Clock::now()) {
+    if (!device.is_cpu()) {
+      event_.emplace(device.type(), c10::EventFlag::BACKEND_DEFAULT);
+      event_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    }
+  }
+  /// Both must have happened.
+  double milliseconds_to(const Moment& later) const {
+    return event_ ? event_->elapsedTime(*later.event_) : std::chrono::duration<double, std::milli>(later.time_ - time_).count();
+  }
+
+ private:
+  Clock::time_point time_;
+  std::optional<c10::Event> event_;
+};
+
+void wait_for(at::Device device) {
+  if (!device.is_cpu()) {
+    c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  }
+}
+
+/// Splits a window's time at its marks.
+class WindowClock {
+ public:
+  WindowClock(Trainer& trainer, at::Device device) : device_(device) {
+    trainer.on_mark([this](StepMark mark) { marks_.emplace_back(mark, Moment(device_)); });
+  }
+  void start() { marks_.clear(); }
+  /// Milliseconds by part: "forward", "backward", "reduce", "optimizer". After the device is done.
+  std::map<std::string, double> parts() const {
+    std::map<std::string, double> out;
+    for (size_t i = 1; i < marks_.size(); ++i) {
+      const StepMark mark = marks_[i].first;
+      const char* name = mark == StepMark::forward_done    ? "forward"
+                         : mark == StepMark::backward_done ? "backward"
+                         : mark == StepMark::updated       ? "optimizer"
+                                                           : "reduce";
+      out[name] += marks_[i - 1].second.milliseconds_to(marks_[i].second);
+    }
+    return out;
+  }
+
+ private:
+  at::Device device_;
+  std::vector<std::pair<StepMark, Moment>> marks_;
+};
+
+/// TFLOP/s of one large product in the model's type: the ceiling that shares are taken of.
+double product_ceiling(const Placement& placement) {
+  const bool on_cpu = placement.device.is_cpu();
+  const int64_t m = on_cpu ? 512 : 16384, k = on_cpu ? 512 : 4096, n = on_cpu ? 512 : 12288;
+  const auto options = at::TensorOptions().dtype(placement.dtype).device(placement.device);
+  const at::Tensor a = at::ones({m, k}, options).mul_(0.01), b = at::ones({k, n}, options).mul_(0.01);
+  at::Tensor c = at::mm(a, b);
+  constexpr int kTimes = 10;
+  double best = 0;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    wait_for(placement.device);
+    const auto start = Clock::now();
+    for (int i = 0; i < kTimes; ++i) {
+      at::mm_out(c, a, b);
+    }
+    wait_for(placement.device);
+    best = std::max(best, 2.0 * static_cast<double>(m * k * n) * kTimes / milliseconds_since(start) * 1e-9);
+  }
+  return best;
+}
+
+Json device_json(const Session& session) {
+  Json json = Json::object();
+  json.set("type", session.placement.device.is_cpu() ? "cpu" : "cuda");
+  json.set("dtype", session.placement.dtype == at::kBFloat16 ? "bfloat16" : "float32");
+  if (session.placement.device.is_cpu()) {
+    json.set("threads", static_cast<int64_t>(at::get_num_threads()));
+  }
+  return json;
+}
+
+Workload workload_of(const Plan& plan, const BenchArguments& arguments, int64_t samples) {
+  const auto folder = plan.get<std::filesystem::path>("model.target_model_path");
+  const TargetConfig target = target_config(read_model_config(folder), (folder / "config.json").string());
+  return {.samples = samples,
+          .tokens = plan.get<int64_t>("data.max_length"),
+          .variable_mask = arguments.variable_mask,
+          .variable_length = arguments.variable_length,
+          .vocab = target.vocab_size,
+          .hidden = target.hidden_size,
+          .seed = static_cast<uint64_t>(plan.get<int64_t>("training.seed"))};
+}
+
+WindowShape window_shape_of(const Plan& plan) {
+  return {.ranks = 1,
+          .accumulation_steps = plan.get<int64_t>("training.accumulation_steps"),
+          .batch_size = plan.get<int64_t>("training.batch_size")};
+}
+
+// What the run was: every value that is not its default, the plugins, the data.
+Json run_json(const Plan& plan, const Workload& workload, const BenchArguments& arguments) {
+  Json options = Json::object();
+  for (const auto& [key, value] : plan.values) {
+    if (value.is_set && value.type != Type::path) {
+      options.set(key, display_text(value.value, value.type));
+    }
+  }
+  Json plugins = Json::object();
+  for (const PlanPlugin& plugin : plan.stack) {
+    plugins.set(plugin.name, plugin.version);
+  }
+  Json json = Json::object();
+  json.set("label", arguments.label).set("mode", arguments.end_to_end ? "end to end" : "step");
+  json.set("workload", workload.text()).set("options", std::move(options)).set("plugins", std::move(plugins));
+  return json;
+}
+
+// ---- step by step
+
+class StepBench {
+ public:
+  StepBench(const EngineContext& context, const BenchArguments& arguments)
+      : arguments_(arguments), plan_(*context.plan), session_(open_session(context)), shape_(window_shape_of(plan_)) {
+    const int64_t samples = arguments.samples > 0 ? arguments.samples : 2 * shape_.entries();
+    workload_ = workload_of(plan_, arguments, samples);
+    memory_built_ = memory_use(session_->placement.device).now;
+    make_windows();
+    optimizer_ = std::make_unique<AdamW>(session_->sharding->shards(),
+                                         AdamWOptions{.weight_decay = plan_.get<double>("training.weight_decay"),
+                                                      .max_grad_norm = plan_.get<double>("training.max_grad_norm")});
+    trainer_ = std::make_unique<Trainer>(*session_->algorithm, session_->description, *session_->sharding, *session_->runner, *optimizer_,
+                                         session_->placement);
+  }
+
+  Json run(const EngineContext& context) {
+    WindowClock clock(*trainer_, session_->placement.device);
+    for (int64_t i = 0; i < arguments_.warmup; ++i) {
+      window();
+    }
+    wait_for(session_->placement.device);
+    const int64_t memory_at_rest = memory_use(session_->placement.device).now;
+    reset_memory_peak(session_->placement.device);
+
+    std::vector<double> step_ms;
+    std::map<std::string, std::vector<double>> parts_ms;
+    for (int64_t repeat = 0; repeat < arguments_.repeats; ++repeat) {
+      double total = 0;
+      std::map<std::string, double> parts;
+      for (int64_t i = 0; i < arguments_.steps; ++i) {
+        if (context.stop_requested && context.stop_requested()) {
+          throw Error(ExitCode::kInterrupted, "asked to stop: the benchmark has no result");
+        }
+        clock.start();
+        const auto start = Clock::now();
+        window();
+        wait_for(session_->placement.device);
+        total += milliseconds_since(start);
+        for (const auto& [name, value] : clock.parts()) {
+          parts[name] += value;
+        }
+      }
+      step_ms.push_back(total / static_cast<double>(arguments_.steps));
+      for (const auto& [name, value] : parts) {
+        parts_ms[name].push_back(value / static_cast<double>(arguments_.steps));
+      }
+      log_info("repeat {} of {}: {} ms a step", repeat + 1, arguments_.repeats, format_fixed(step_ms.back(), 1));
+    }
+    const MemoryUse memory = memory_use(session_->placement.device);
+
+    Json json = run_json(plan_, workload_, arguments_);
+    json.set("device", device_json(*session_));
+    const Spread step = spread_of(step_ms);
+    json.set("step_ms", to_json(step));
+    Json split = Json::object();
+    for (auto& [name, values] : parts_ms) {
+      split.set(name, spread_of(values).median);
+    }
+    json.set("split_ms", std::move(split));
+    json.set("samples_per_second", static_cast<double>(samples_) / static_cast<double>(windows_.size()) / step.median * 1e3);
+    json.set("tokens_per_second", static_cast<double>(tokens_) / static_cast<double>(windows_.size()) / step.median * 1e3);
+    Json sizes = Json::object();
+    sizes.set("built", memory_built_).set("at_rest", memory_at_rest).set("peak", memory.peak).set("reserved_peak", memory.reserved_peak);
+    sizes.set("planned", plan_sizes(plan_, session_->description).back().bytes);
+    json.set("memory_bytes", std::move(sizes));
+    json.set("loss", last_.loss).set("grad_norm", last_.gradient_norm);
+    const double ceiling = product_ceiling(session_->placement);
+    json.set("product_ceiling_tflops", ceiling);
+    return json;
+  }
+
+ private:
+  // All windows in memory before the clock starts.
+  void make_windows() {
+    const SampleSource source = random_samples(session_->description, workload_);
+    fields_ = std::make_unique<BatchFields>(session_->description,
+                                            find_prototype(source, *session_->algorithm, session_->seed, /*evaluating=*/false));
+    const int64_t count = std::max<int64_t>(1, workload_.samples / shape_.entries());
+    WindowLoader loader(source, *session_->algorithm, *fields_,
+                        {.seed = session_->seed, .window = shape_, .rank = 0, .epochs = 1, .batch = session_->batch_shape,
+                         .first_window = 0, .last_window = count});
+    for (int64_t i = 0; i < count; ++i) {
+      windows_.push_back(loader.next());
+      samples_ += windows_.back().samples;
+      tokens_ += windows_.back().tokens;
+    }
+  }
+
+  void window() {
+    const StepInfo step{.update = updates_, .updates_total = std::max<int64_t>(10000, updates_ + 1), .wants_details = false};
+    last_ = trainer_->run(windows_[static_cast<size_t>(updates_) % windows_.size()], step, plan_.get<double>("training.learning_rate"));
+    ++updates_;
+    if (!last_.updated) {
+      throw Error(ExitCode::kUsage, format("update {} of the benchmark changed nothing: loss {}, gradient norm {}", updates_, last_.loss, last_.gradient_norm),
+                  "lower training.learning_rate: what diverges is not worth timing");
+    }
+  }
+
+  const BenchArguments& arguments_;
+  const Plan& plan_;
+  std::unique_ptr<Session> session_;
+  WindowShape shape_;
+  Workload workload_;
+  std::unique_ptr<BatchFields> fields_;
+  std::vector<Window> windows_;
+  std::unique_ptr<AdamW> optimizer_;
+  std::unique_ptr<Trainer> trainer_;
+  StepResult last_;
+  int64_t updates_ = 0, samples_ = 0, tokens_ = 0, memory_built_ = 0;
+};
+
+// ---- end to end
+
+Json end_to_end(const EngineContext& context, const BenchArguments& arguments) {
+  Plan plan = *context.plan;
+  const WindowShape shape = window_shape_of(plan);
+  const int64_t measured = std::max<int64_t>(1, arguments.steps * arguments.repeats);
+  const int64_t steps = arguments.warmup + measured;
+  const Workload workload = workload_of(plan, arguments, arguments.samples > 0 ? arguments.samples : steps * shape.entries());
+  const auto features = plan.get<std::filesystem::path>("data.hidden_states_path");
+  if (features.empty()) {
+    throw Error(ExitCode::kUsage, "an end-to-end benchmark writes feature files, and data.hidden_states_path names no folder for them",
+                "--set data.hidden_states_path=FOLDER");
+  }
+  const auto put = [&](const char* key, Value value) { plan.values.at(key).value = std::move(value); };
+  put("data.eval_hidden_states_path", std::string());
+  put("training.eval_interval", int64_t{0});
+  put("training.save_interval", plan.get<int64_t>("training.save_interval"));
+  put("training.log_interval", int64_t{1});
+  put("training.max_steps", steps);
+  put("training.num_epochs", (steps * shape.entries() + workload.samples - 1) / workload.samples);
+  put("run_id", plan.get<std::string>("run_id") + format("-bench-{}", static_cast<int64_t>(Clock::now().time_since_epoch().count())));
+  write_random_features(features, algorithm_of(context).describe(model_facts(plan)), workload);
+
+  EngineContext inner = context;
+  inner.plan = &plan;
+  const Json summary = train(inner, {});
+  if (summary.at("interrupted").as_bool()) {
+    throw Error(ExitCode::kInterrupted, "asked to stop: the benchmark has no result");
+  }
+  const auto run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");
+  std::vector<double> step_ms, wait_ms;
+  std::ifstream lines(run_folder / "metrics.jsonl");
+  for (std::string text; std::getline(lines, text);) {
+    const Json line = Json::parse(text, (run_folder / "metrics.jsonl").string());
+    if (line.find("perf/optimizer_step_time_s") != nullptr && line.at("step").as_int() > arguments.warmup) {
+      step_ms.push_back(line.at("perf/optimizer_step_time_s").as_double() * 1e3);
+      wait_ms.push_back(line.at("perf/data_wait_time_s").as_double() * 1e3);
+    }
+  }
+  Json json = run_json(plan, workload, arguments);
+  const Spread step = spread_of(step_ms);
+  json.set("step_ms", to_json(step)).set("data_wait_ms", to_json(spread_of(wait_ms)));
+  json.set("samples_per_second", static_cast<double>(shape.entries()) / step.median * 1e3);
+  json.set("run", summary);
+  return json;
+}
+
+}  // namespace
+
+Json bench(const EngineContext& context, const BenchArguments& arguments) {
+  EngineContext with_random_tables = context;
+  with_random_tables.random_tables = true;
+  Json json = arguments.end_to_end ? end_to_end(with_random_tables, arguments)
+                                   : StepBench(with_random_tables, arguments).run(with_random_tables);
+  log_info("{}: {} ms a step", arguments.label.empty() ? "bench" : arguments.label,
+           format_fixed(json.at("step_ms").at("median").as_double(), 1));
+  return json;
+}
+
+}  // namespace sf

@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""sf-host bench on the tiny recipe: a step benchmark, one from feature files on, a matrix, and the table of their results."""
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+HOST = pathlib.Path(os.environ["SF_BUILD"]) / "bin" / "sf-host"
+RECIPE = ROOT / "recipes" / "tiny-dflash2.toml"
+SHORT = ["--warmup", "1", "--steps", "2", "--repeats", "3"]
+
+
+def run(*arguments, code=0):
+    done = subprocess.run([HOST, "bench", *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, f"exit {done.returncode}, expected {code}: {done.stdout}\n{done.stderr}"
+    return done
+
+
+def main():
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        own = ["--set", f"output_dir={folder}/runs", "--set", f"data.hidden_states_path={folder}/features",
+               "--set", "data.eval_hidden_states_path=", "--set", "training.eval_interval=0"]
+
+        # Step by step: the parts add up to no more than the whole, and the loss is that of a working draft.
+        run(RECIPE, *SHORT, *own, "--output", folder / "step.json")
+        step = json.loads((folder / "step.json").read_text())
+        spread = step["step_ms"]
+        assert 0 < spread["min"] <= spread["median"] <= spread["max"], spread
+        parts = step["split_ms"]
+        assert set(parts) == {"forward", "backward", "reduce", "optimizer"}, parts
+        assert 0 < sum(parts.values()) <= 1.5 * spread["max"], (parts, spread)
+        assert abs(step["samples_per_second"] - 4e3 / spread["median"]) < 1e-6 * step["samples_per_second"], step
+        assert 1 < step["loss"] < 20 and step["grad_norm"] > 0, step
+        assert step["options"]["training.batch_size"] == "4" and step["plugins"]["single"], step
+        assert not (folder / "runs").exists(), "a step benchmark leaves no run behind"
+
+        # The same data each time, other data for another mask.
+        again = json.loads(run(RECIPE, *SHORT, *own, "--json").stdout)
+        assert again["loss"] == step["loss"], (again["loss"], step["loss"])
+        masked = json.loads(run(RECIPE, *SHORT, *own, "--json", "--variable-mask", "--variable-length").stdout)
+        assert masked["loss"] != step["loss"] and masked["tokens_per_second"] > 0
+
+        # From feature files on: train itself, its own metrics; the files are known again.
+        run(RECIPE, *SHORT, *own, "--mode", "run", "--label", "files", "--output", folder / "run.json")
+        files = json.loads((folder / "run.json").read_text())
+        assert files["run"]["updates"] == 7 and files["data_wait_ms"]["median"] >= 0, files
+        stamp = (folder / "features" / "manifest.json").stat().st_mtime_ns
+        run(RECIPE, *SHORT, *own, "--mode", "run")
+        assert (folder / "features" / "manifest.json").stat().st_mtime_ns == stamp
+        refused = run(RECIPE, *SHORT, *own, "--mode", "run", "--variable-mask", code=4)
+        assert "features" in refused.stderr, refused.stderr
+
+        # Variants in turn, one table; what fails is named and the rest is kept.
+        done = run("matrix", RECIPE, "--warmup", "1", "--steps", "1", "--repeats", "2", *own, "--variant", "base", "--variant",
+                   "wide:training.batch_size=8", "--variant", "broken:training.batch_size=0", "--output", folder / "matrix", code=1)
+        assert "| base |" in done.stdout and "| wide |" in done.stdout and "broken (repeat 1" in done.stderr, done.stdout + done.stderr
+        wide = json.loads((folder / "matrix" / "wide.json").read_text())
+        assert wide["runs"] == 2 and wide["options"]["training.batch_size"] == "8", wide
+
+        table = run("summarize", folder / "step.json", folder / "run.json").stdout
+        assert "| tiny-dflash2 |" in table and "| files |" in table, table
+        beside = run(RECIPE, *SHORT, *own, "--compare", folder / "run.json").stdout
+        assert "beside the earlier result" in beside and "| files |" in beside, beside
+
+        assert "no usable name" in run("matrix", RECIPE, "--variant", ":a=1", code=2).stderr
+        assert "at least 1" in run(RECIPE, "--warmup", "0", code=2).stderr
+        (folder / "no.json").write_text("{}")
+        assert "not a benchmark's result" in run("summarize", folder / "no.json", code=2).stderr
+
+
+if __name__ == "__main__":
+    main()
