@@ -1,6 +1,7 @@
 // sdk/draft/block_rows.hpp: anchors of a sample, and the draft rows of a batch that the head has to look at. Host tensors only.
 //
-// Shapes: b batch · s tokens · w block slots · c blocks with something to learn · p = j-1 slots after the known token · r rows for the head
+// Shapes: b batch · s tokens · w block slots · c blocks with something to learn · p tokens that a block drafts · r rows for the head ·
+//         m chunks of rows · t states of a chunk
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,17 +20,24 @@ namespace sf::draft {
 
 struct BlockRowsOptions {
   int64_t block_size = 0;
-  bool whole_blocks = false;    // all p slots of a block, for objectives that pool over a block; else up to its last supervised slot
-  int64_t multiple = 1;         // rows (whole_blocks: blocks) are filled up to a multiple of it with rows of weight 0
+  bool known_row_drafts = false;  // true: row i of a block drafts the token at anchor + i + 1, the known token's row too (DSpark); false: row i
+                                  // drafts anchor + i, and the known token's row drafts nothing (DFlash)
+  bool until_gap = false;         // a block's supervision ends at its first gap, and counts 1 (DSpark); else the mask as it stands, gaps allowed
+  bool by_position = false;       // rows in order of (sequence, label's position); else block after block. Not with whole_blocks
+  bool whole_blocks = false;      // all p tokens of a block, for objectives that pool over a block; else up to its last supervised one
+  int64_t multiple = 1;           // rows (whole_blocks: blocks) are filled up to a multiple of it with rows of weight 0
+
+  [[nodiscard]] int64_t drafted() const { return block_size - (known_row_drafts ? 0 : 1); }  // p
 };
 
-/// Label of slot j: the token at anchor + j. M = keep * [in range] * [j > 0] * loss_mask there; gaps inside a block are allowed.
+/// Drafted token k = 1 .. p of a block stands at anchor + k. M = keep * [in range] * loss_mask there (until_gap: the running product of [M > 0.5]).
 struct BlockRows {
   at::Tensor index_r;         // int64, row of [b*w*j]
   at::Tensor label_r;         // int64
   at::Tensor predecessor_r;   // int64, the token before the label
+  at::Tensor state_r;         // int64, place of that token in [b*s]: where the target's own prediction of the label stands
   at::Tensor mask_r;          // float32, M
-  at::Tensor slot_r;          // int64, j of the row, 1 .. p
+  at::Tensor slot_r;          // int64, k of the row, 1 .. p
   at::Tensor cell_r;          // int64, place in a grid [c, p]; c*p for rows that fill up
   at::Tensor block_c;         // int64, block of [b*w]; 0 for a block that fills up
   at::Tensor sequence_c;      // int64, row of the batch
@@ -44,5 +52,15 @@ struct BlockRows {
 
 /// Per-row numbers put into their grid [c, p]; cells without a row are 0.
 [[nodiscard]] at::Tensor to_grid(const at::Tensor& values_r, const at::Tensor& cell_r, int64_t c, int64_t p);
+
+/// Which of the target's states each chunk of rows asks for, every one once (HeadObjective's teacher in sf/ops.hpp).
+struct TeacherPlaces {
+  at::Tensor places_mt;  // int64, into [b*s]; a chunk with fewer states repeats its last one
+  at::Tensor index_r;    // int64, a row's column in its chunk's list
+};
+
+/// Rows in order of their states (by_position) share states with their neighbours only, so a state is wanted by one chunk, or by two at a border.
+/// t is filled up to a multiple of `multiple`.
+[[nodiscard]] TeacherPlaces teacher_places(const at::Tensor& state_r, int64_t chunk_rows, int64_t multiple);
 
 }  // namespace sf::draft

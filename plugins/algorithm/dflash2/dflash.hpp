@@ -12,7 +12,7 @@
 #include "plugins/algorithm/dflash2/dflash_config.hpp"
 #include "plugins/algorithm/dflash2/dflash_options.hpp"
 #include "plugins/algorithm/dflash2/objective_unit.hpp"
-#include "sdk/draft/block.hpp"
+#include "sdk/draft/block_backbone.hpp"
 #include "sf/algorithm.hpp"
 
 namespace sf {
@@ -34,15 +34,13 @@ class Dflash final : public Algorithm {
 
  private:
   void add_weights(Batch& batch, at::Tensor mask_r, const at::Tensor& slot_r, const at::Tensor& mask_cp, const at::Tensor& sequence_c) const;
-  at::Tensor noise(const Batch& batch) const;
 
   DflashOptions options_;
   DflashConfig config_;
   Description description_;
+  draft::BlockBackbone backbone_;
   std::vector<std::unique_ptr<Unit>> units_;
   ObjectiveUnit* objective_ = nullptr;  // of units_
-  TargetTables tables_;
-  at::Tensor inverse_frequencies_;      // float32, on the training device
 };
 
 }  // namespace sf

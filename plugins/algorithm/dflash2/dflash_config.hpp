@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "plugins/algorithm/dflash2/dflash_options.hpp"
-#include "sdk/draft/draft_config.hpp"
+#include "sdk/draft/block_config.hpp"
 #include "sf/algorithm.hpp"
 
 namespace sf {
@@ -14,11 +14,7 @@ namespace sf {
 inline constexpr const char* kDflashArchitecture = "DFlashDraftModel";
 inline constexpr const char* kDflash2Architecture = "DFlash2DraftModel";
 
-struct DflashConfig {
-  draft::DraftConfig layers;
-  int64_t block_size = 0;
-  std::vector<int64_t> target_layer_ids;
-  int64_t mask_token_id = -1;
+struct DflashConfig : draft::BlockConfig {
   // DFlash2 only; 0 for DFlash.
   bool dflash2 = false;
   int64_t conv_taps = 0, conv_group_size = 0, selector_rank = 0, selector_top_k = 0;

@@ -5,6 +5,7 @@
 
 #include "plugins/algorithm/dflash2/dflash_config.hpp"
 #include "plugins/algorithm/dflash2/dflash_options.hpp"
+#include "sdk/draft/block_metrics.hpp"
 #include "sf/unit.hpp"
 
 namespace sf {
@@ -15,9 +16,7 @@ struct MetricInputs {
   at::Tensor alpha;          // float32 scalar: the selector's factor in this update
   // With details only.
   at::Tensor grids;          // float32 [kObjectiveGrids, c, p]
-  at::Tensor mask_cp;        // float32
-  at::Tensor block_c;        // int64, into b*w; blocks that fill up have no supervised slot
-  at::Tensor anchors_bw;     // int64
+  draft::BlockGrid grid;
 };
 
 /// Cheap ones, every micro-step.
