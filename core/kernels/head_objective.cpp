@@ -1,11 +1,13 @@
-// Shapes: r rows · h hidden · v vocabulary · k candidates
+// Shapes: r rows · h hidden · v vocabulary · k candidates · x columns of a table
 //
 // One chunk: logits = hidden @ head^T, their statistics, the caller's loss and its gradient with respect to the statistics, then
-//   d loss / d logit[v] = g_nll * (softmax[v] - [v == label]) + sum over candidates c of g_c * [v == id_c],
+//   d loss / d logit[v] = g_nll * (softmax[v] - [v == label]) + sum over candidates c of g_c * [v == id_c]
+//                         + g_distance * softmax[v] * (sign(softmax[v] - teacher[v]) - tilt)    (head_teacher.hpp),
 // written over the logits and multiplied by the head at once. Nothing of size r x v outlives the chunk.
 #include "core/kernels/head_objective.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/head_teacher.hpp"
 #include "core/kernels/row_statistics.hpp"
 #include "core/kernels/shape_check.hpp"
 
@@ -50,6 +52,7 @@ void transform_backward(at::Tensor& gradient, const at::Tensor& u, const HeadObj
 // Memory that chunks share: logits, and exponentials (or probabilities) when they cannot take the logits' place.
 struct Buffers {
   at::Tensor logits, exponentials;
+  at::Tensor teacher_logits, teacher_probabilities;
 
   Buffers(const HeadObjective& objective, int64_t chunk_rows) {
     const int64_t v = objective.head_vh.size(0);
@@ -57,12 +60,18 @@ struct Buffers {
     const at::ScalarType type = wide_type(logits.scalar_type());
     const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu();
     exponentials = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
+    if (objective.teacher_states_nh.defined()) {
+      const int64_t t = objective.teacher_places_mt.size(1);
+      teacher_logits = at::empty({t, v}, logits.options());
+      teacher_probabilities = type == logits.scalar_type() && logits.is_cpu() ? teacher_logits : at::empty({t, v}, logits.options().dtype(type));
+    }
   }
 };
 
 struct ChunkGradients {
   at::Tensor hidden_rh;
   at::Tensor candidate_ids, candidate_rows;  // [r*k], [r*k, x]
+  at::Tensor bias_rx, bias_table_vx;
   std::vector<at::Tensor> parameters;
 };
 
@@ -76,6 +85,9 @@ class ChunkPass {
     const at::Tensor hidden = objective_.hidden_rh.detach().narrow(0, begin, end - begin);
     at::Tensor logits = buffers.logits.narrow(0, 0, end - begin);
     at::mm_out(logits, hidden, objective_.head_vh.detach().t());
+    if (objective_.bias_rx.defined()) {
+      logits.addmm_(objective_.bias_rx.detach().narrow(0, begin, end - begin), objective_.bias_table_vx.detach().t());
+    }
     const at::Tensor u = transform(logits, objective_);
     const at::Tensor label = objective_.labels_r.narrow(0, begin, end - begin).unsqueeze(1);
 
@@ -106,6 +118,17 @@ class ChunkPass {
     if (u.scalar_type() != at::kDouble) {  // float64 inputs stay as they are, for tests by finite differences
       rows.nll_r = rows.nll_r.clamp_min_(0);
     }
+    rows.max_probability_r = at::sub(maxima.value_r, log_sum_exp).exp().to(at::kFloat);
+    TeacherChunk teacher;
+    TeacherDistance distance;
+    if (objective_.teacher_states_nh.defined()) {
+      teacher = teacher_chunk(objective_, begin / std::min(objective_.chunk_rows, objective_.hidden_rh.size(0)), begin, end, buffers.teacher_logits,
+                              buffers.teacher_probabilities);
+      distance = distance_to_teacher(exponentials, sum, teacher);
+      rows.distance_r = distance.distance_r;
+      rows.teacher_argmax_r = teacher.argmax_t.index_select(0, teacher.index_r);
+      rows.teacher_probability_r = teacher.max_probability_t.index_select(0, teacher.index_r).to(at::kFloat);
+    }
 
     if (objective_.candidate_table_vx.defined()) {
       const at::Tensor& table = objective_.candidate_table_vx;
@@ -116,7 +139,7 @@ class ChunkPass {
     if (!wants_gradient_) {
       return loss_(rows).detach();
     }
-    return differentiate(rows, u, label, exponentials, sum, gradients);
+    return differentiate(rows, u, label, exponentials, sum, teacher, distance.tilt_r, gradients);
   }
 
  private:
@@ -140,10 +163,10 @@ class ChunkPass {
   }
 
   at::Tensor differentiate(HeadRows& rows, const at::Tensor& u, const at::Tensor& label, at::Tensor& exponentials,
-                           const at::Tensor& sum, ChunkGradients& gradients) const {
+                           const at::Tensor& sum, const TeacherChunk& teacher, const at::Tensor& tilt_r, ChunkGradients& gradients) const {
     at::Tensor value;
     variable_list found;
-    size_t table_place = 0, first_parameter = 0;
+    size_t table_place = 0, distance_place = 0, first_parameter = 0;
     {
       at::AutoGradMode record(true);
       rows.hidden_rh = rows.hidden_rh.detach().requires_grad_();
@@ -158,6 +181,11 @@ class ChunkPass {
         rows.candidate_rows_rkx = rows.candidate_rows_rkx.requires_grad_();
         table_place = leaves.size();
         leaves.push_back(rows.candidate_rows_rkx);
+      }
+      if (rows.distance_r.defined()) {
+        rows.distance_r = rows.distance_r.detach().requires_grad_();
+        distance_place = leaves.size();
+        leaves.push_back(rows.distance_r);
       }
       first_parameter = leaves.size();
       for (const at::Tensor& parameter : objective_.parameters) {
@@ -177,8 +205,13 @@ class ChunkPass {
 
     const at::Tensor& grad_nll = found[1];
     const at::Tensor grad_top = objective_.top_k > 0 ? found[2] : at::Tensor();
+    const at::Tensor grad_distance = distance_place != 0 ? found[distance_place] : at::Tensor();
     at::Tensor& grad_logits = exponentials;
-    if (grad_nll.defined()) {
+    if (grad_distance.defined()) {
+      const at::Tensor factor = grad_nll.defined() ? grad_nll.to(grad_logits.scalar_type()) : at::zeros_like(tilt_r);
+      teacher_gradient(grad_logits, sum, teacher, tilt_r, factor, grad_distance.to(grad_logits.scalar_type()));
+      grad_logits.scatter_add_(1, label, at::neg(factor).unsqueeze(1));
+    } else if (grad_nll.defined()) {
       const at::Tensor factor = grad_nll.to(grad_logits.scalar_type()).unsqueeze(1);
       grad_logits.mul_(sum.defined() ? at::div(factor, sum.unsqueeze(1)) : factor);
       grad_logits.scatter_add_(1, label, at::neg(factor));
@@ -191,7 +224,16 @@ class ChunkPass {
     if (!is_plain(objective_)) {
       transform_backward(grad_logits, u, objective_);
     }
-    gradients.hidden_rh = at::mm(grad_logits.to(objective_.head_vh.scalar_type()), objective_.head_vh.detach());
+    const at::Tensor narrow_grad = grad_logits.to(objective_.head_vh.scalar_type());
+    gradients.hidden_rh = at::mm(narrow_grad, objective_.head_vh.detach());
+    if (objective_.bias_rx.defined()) {
+      if (objective_.bias_rx.requires_grad()) {
+        gradients.bias_rx = at::mm(narrow_grad, objective_.bias_table_vx.detach());
+      }
+      if (objective_.bias_table_vx.requires_grad()) {
+        gradients.bias_table_vx = at::mm(narrow_grad.t(), objective_.bias_rx.detach().narrow(0, rows.row_begin, rows.row_end - rows.row_begin));
+      }
+    }
     if (found[0].defined()) {
       gradients.hidden_rh.add_(found[0]);
     }
@@ -226,7 +268,7 @@ void add_by_token(at::Tensor& table, const at::Tensor& ids, const at::Tensor& ro
 struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> {
   // Objective and loss are passed by address; they are used during this call alone.
   static at::Tensor forward(AutogradContext* context, const at::Tensor& hidden_rh, const std::optional<at::Tensor>& candidate_table_vx,
-                            at::TensorList parameters, int64_t objective_address, int64_t loss_address, bool wants_gradient) {
+                            const std::optional<at::Tensor>& bias_rx, const std::optional<at::Tensor>& bias_table_vx, at::TensorList parameters, int64_t objective_address, int64_t loss_address, bool wants_gradient) {
     const auto& objective = *reinterpret_cast<const HeadObjective*>(objective_address);
     const auto& loss = *reinterpret_cast<const RowLoss*>(loss_address);
     const int64_t rows = hidden_rh.size(0);
@@ -235,7 +277,8 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
     Buffers buffers(objective, step);
 
     at::Tensor total = at::zeros({}, hidden_rh.options().dtype(wide_type(hidden_rh.scalar_type())).requires_grad(false));
-    variable_list kept(2 + parameters.size());
+    constexpr size_t kFixed = 4;  // hidden, candidate table, bias, bias table
+    variable_list kept(kFixed + parameters.size());
     if (wants_gradient) {
       kept[0] = at::empty(hidden_rh.sizes(), hidden_rh.options().requires_grad(false));
     }
@@ -254,8 +297,17 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
         }
         add_by_token(kept[1], gradients.candidate_ids, gradients.candidate_rows.to(kept[1].scalar_type()));
       }
+      if (gradients.bias_rx.defined()) {
+        if (!kept[2].defined()) {
+          kept[2] = at::empty(bias_rx->sizes(), gradients.bias_rx.options());
+        }
+        kept[2].narrow(0, begin, end - begin).copy_(gradients.bias_rx);
+      }
+      if (gradients.bias_table_vx.defined()) {
+        kept[3] = kept[3].defined() ? kept[3].add_(gradients.bias_table_vx) : wide(gradients.bias_table_vx);
+      }
       for (size_t i = 0; i < parameters.size(); ++i) {
-        at::Tensor& sum = kept[2 + i];
+        at::Tensor& sum = kept[kFixed + i];
         if (gradients.parameters[i].defined()) {
           sum = sum.defined() ? sum.add_(gradients.parameters[i]) : gradients.parameters[i];
         }
@@ -263,6 +315,9 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
     }
     if (kept[1].defined()) {
       kept[1] = kept[1].to(candidate_table_vx->scalar_type());
+    }
+    if (kept[3].defined()) {
+      kept[3] = kept[3].to(bias_table_vx->scalar_type());
     }
     context->save_for_backward(kept);
     return total;
@@ -300,9 +355,24 @@ at::Tensor head_objective(const HeadObjective& objective, const RowLoss& loss) {
     SF_CHECK(objective.top_k > 0, "head_objective: a candidate table without candidates");
     SF_CHECK_SHAPE(objective.candidate_table_vx, {v, objective.candidate_table_vx.size(-1)});
   }
-  const std::optional<at::Tensor> table =
-      objective.candidate_table_vx.defined() ? std::optional<at::Tensor>(objective.candidate_table_vx) : std::nullopt;
-  return HeadObjectiveFunction::apply(objective.hidden_rh, table, at::TensorList(objective.parameters), reinterpret_cast<int64_t>(&objective),
+  SF_CHECK(objective.bias_rx.defined() == objective.bias_table_vx.defined(), "head_objective: a bias has rows and a table");
+  if (objective.bias_rx.defined()) {
+    const int64_t x = objective.bias_rx.size(-1);
+    SF_CHECK_SHAPE(objective.bias_rx, {r, x});
+    SF_CHECK_SHAPE(objective.bias_table_vx, {v, x});
+    SF_CHECK(objective.bias_rx.scalar_type() == objective.head_vh.scalar_type() && objective.bias_table_vx.scalar_type() == objective.head_vh.scalar_type(),
+             "head_objective: the bias is {} and {}, the head {}", c10::toString(objective.bias_rx.scalar_type()),
+             c10::toString(objective.bias_table_vx.scalar_type()), c10::toString(objective.head_vh.scalar_type()));
+  }
+  if (objective.teacher_states_nh.defined()) {
+    const int64_t step = std::min(objective.chunk_rows, r);
+    SF_CHECK_SHAPE(objective.teacher_states_nh, {objective.teacher_states_nh.size(0), h});
+    SF_CHECK_SHAPE(objective.teacher_places_mt, {(r + step - 1) / step, objective.teacher_places_mt.size(-1)});
+    SF_CHECK_SHAPE(objective.teacher_index_r, {r});
+  }
+  const auto optional = [](const at::Tensor& tensor) { return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt; };
+  return HeadObjectiveFunction::apply(objective.hidden_rh, optional(objective.candidate_table_vx), optional(objective.bias_rx),
+                                      optional(objective.bias_table_vx), at::TensorList(objective.parameters), reinterpret_cast<int64_t>(&objective),
                                       reinterpret_cast<int64_t>(&loss), at::GradMode::is_enabled());
 }
 

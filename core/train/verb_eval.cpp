@@ -61,8 +61,9 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
   log_info("loss {}  acceptance length {}", number(evaluation.loss), number(evaluation.acceptance_length));
 
   if (training != nullptr) {
-    const double baseline = BigramBaseline(*training).acceptance_length(*held_out, session->description.rows_per_slot,
-                                                                        session->batch_shape.max_tokens, max_samples);
+    const Description& description = session->description;
+    const int64_t block_tokens = 1 + (description.drafted_tokens > 0 ? description.drafted_tokens : description.rows_per_slot - 1);
+    const double baseline = BigramBaseline(*training).acceptance_length(*held_out, block_tokens, session->batch_shape.max_tokens, max_samples);
     json.set("bigram_acceptance_length", baseline);
     log_info("bigram baseline (next token that most often followed in the training text): acceptance length {}", number(baseline));
   }

@@ -1,22 +1,24 @@
 // DFlash and DFlash2 against numbers of the reference trainer, through the plugin's own algorithm and the real tape.
 #include <doctest/doctest.h>
 
-#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "sf/json.hpp"
 #include "tests/dflash2/draft_run.hpp"
-#include "tests/parity/golden_case.hpp"
+#include "tests/parity/draft_parity.hpp"
 
+using sf::testing::check_gradients;
+using sf::testing::check_number;
 using sf::testing::DraftRun;
 using sf::testing::GoldenCase;
+using sf::testing::kGradientError;
+using sf::testing::kHiddenError;
+using sf::testing::kLossError;
 using sf::testing::relative_error;
 using sf::testing::StepOutcome;
 
 namespace {
-
-constexpr double kLossError = 1e-5, kGradientError = 2e-5, kHiddenError = 1e-4;  // golden/README.md, float32 on a CPU
 
 sf::DflashOptions options_of(const GoldenCase& golden) {
   const sf::Json stored = sf::Json::parse(golden.text("options"));
@@ -41,27 +43,9 @@ struct Outcome {
 
 Outcome run(const GoldenCase& golden) {
   const at::Tensor features = golden.at("in.hidden_states");
-  sf::ModelFacts facts;
-  facts.draft_config_json = golden.text("draft_config");
-  facts.bfloat16 = features.scalar_type() == at::kBFloat16;
-  std::map<std::string, at::Tensor> weights;
-  for (const sf::TensorView& view : golden.file().tensors()) {
-    if (view.name.starts_with("param.") && !view.name.starts_with("param.target.")) {
-      weights[view.name.substr(6)] = golden.at(view.name);
-    }
-  }
-  const sf::TargetTables tables{golden.at("param.target.embed_tokens.weight"), golden.at("param.target.lm_head.weight")};
-  DraftRun draft(options_of(golden), facts, tables, weights, features.scalar_type());
-  // Every stored weight has its place, and every place a stored weight.
-  int64_t placed = 0;
-  for (const sf::UnitSpec& unit : draft.description().units) {
-    for (const sf::ParameterSpec& parameter : unit.parameters) {
-      CAPTURE(parameter.name);
-      CHECK(weights.count(unit.prefix + parameter.name) == 1);
-      ++placed;
-    }
-  }
-  CHECK(placed == static_cast<int64_t>(weights.size()));
+  const auto weights = sf::testing::golden_weights(golden);
+  DraftRun draft(options_of(golden), sf::testing::golden_facts(golden), sf::testing::golden_tables(golden), weights, features.scalar_type());
+  sf::testing::check_places(draft.description(), weights);
 
   const sf::Batch batch = draft.batch({{"input_ids", golden.at("in.input_ids")},
                                        {"loss_mask", golden.at("in.loss_mask")},
@@ -73,32 +57,6 @@ Outcome run(const GoldenCase& golden) {
   Outcome outcome{draft.train({batch}, step), {}};
   outcome.draft_hidden = draft.normed(outcome.step.rows);
   return outcome;
-}
-
-void check_number(const GoldenCase& golden, const std::string& key, double found, double tolerance) {
-  if (!golden.has(key)) {
-    return;
-  }
-  const double expected = golden.number(key);
-  CAPTURE(key);
-  CAPTURE(found);
-  CAPTURE(expected);
-  CHECK(std::abs(found - expected) <= tolerance * std::max(1.0, std::abs(expected)));
-}
-
-void check_gradients(const GoldenCase& golden, const StepOutcome& step, double tolerance) {
-  int64_t compared = 0;
-  for (const sf::TensorView& view : golden.file().tensors()) {
-    if (!view.name.starts_with("grad.")) {
-      continue;
-    }
-    const std::string name = view.name.substr(5);
-    CAPTURE(name);
-    REQUIRE(step.gradients.count(name) == 1);
-    CHECK(relative_error(step.gradients.at(name), golden.at(view.name)) <= tolerance);
-    ++compared;
-  }
-  CHECK(compared == static_cast<int64_t>(step.gradients.size()));
 }
 
 }  // namespace

@@ -60,6 +60,7 @@ struct Description {
   int64_t slots = 0;                  // block slots per sample with static shapes; 0: the algorithm has none
   int64_t slots_at_most = 0;          // likewise without static shapes, for size estimates; 0: as `slots`
   int64_t rows_per_slot = 0;          // draft rows per slot (block size), for size estimates
+  int64_t drafted_tokens = 0;         // tokens drafted after a known one, what the bigram baseline drafts, too; 0: rows_per_slot - 1
   int64_t head_rows_at_most = 0;      // rows whose logits exist at the same time, for size estimates; 0: all draft rows
   bool needs_embedding = true;        // frozen tables of the target
   bool needs_head = true;

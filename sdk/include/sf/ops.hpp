@@ -5,7 +5,8 @@
 // an internal error that names both. Nothing here is random and nothing keeps state, so calling twice gives the same bits.
 //
 // Shapes: b batch · s context tokens · w block slots · j tokens of a block · q = w*j draft rows · n query heads · m key/value heads ·
-//         e head size · h hidden · v vocabulary · r rows · k candidates · t taps · g channel groups
+//         e head size · h hidden · v vocabulary · r rows · k candidates · t taps, or a teacher's states in a chunk · g channel groups ·
+//         x columns of a table · m chunks of rows
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,6 +42,10 @@ struct HeadRows {
   at::Tensor candidate_rows_rkx;       // leaf, candidate_table_vx[top_ids]; undefined without a table
   at::Tensor argmax_r;                 // int64, lowest token among equals
   at::Tensor log_sum_exp_r;            // float32
+  at::Tensor max_probability_r;        // float32, of argmax
+  at::Tensor distance_r;               // leaf, float32: sum over v of |p - q|, q the teacher's distribution; undefined without a teacher
+  at::Tensor teacher_argmax_r;         // int64, lowest token among equals
+  at::Tensor teacher_probability_r;    // float32, of teacher_argmax
 };
 
 struct HeadObjective {
@@ -54,6 +59,13 @@ struct HeadObjective {
   double softcap = 0.0;                // ... then c * tanh(logits / c) when c > 0
   int64_t chunk_rows = 2048;           // rows at a time; memory is chunk_rows x v; a multiple of what the callback pools over
   at::Tensor candidate_table_vx;       // undefined, or a table with a row for each token; its gradient is summed token by token, in row order
+  at::Tensor bias_rx, bias_table_vx;   // undefined, or a bias of low rank: logits += bias_rx @ bias_table_vx^T before multiplier and softcap; same
+                                       // type as hidden, and both get gradient
+  // A teacher, or undefined: final states of the target, whose distribution over the same head (without multiplier and softcap) the callback gets the
+  // distance to. Each chunk of rows has its own list of states, so a state that many rows ask for is looked at once. No gradient.
+  at::Tensor teacher_states_nh;        // same type as hidden
+  at::Tensor teacher_places_mt;        // int64, rows of teacher_states that chunk m asks for; m = rows / chunk_rows, rounded up
+  at::Tensor teacher_index_r;          // int64, a row's column in its chunk's list
   std::vector<at::Tensor> parameters;  // other tensors that the callback's result depends on and that want gradient
 };
 
