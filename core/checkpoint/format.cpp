@@ -51,8 +51,12 @@ std::map<std::string, std::string> map_of(const Json& json) {
   return out;
 }
 
-// Whether two boxes of the same rank share an element.
-bool overlap(const SavedSlice& a, const SavedSlice& b) {
+// Whether two slices of a tensor share an element. A box with gaps is never beside a run of elements (is_inside).
+bool overlap(const SavedSlice& a, const SavedSlice& b, const std::vector<int64_t>& tensor_shape) {
+  const auto a_range = range_of(a, tensor_shape), b_range = range_of(b, tensor_shape);
+  if (a_range && b_range) {
+    return a_range->begin < b_range->end && b_range->begin < a_range->end;
+  }
   for (size_t i = 0; i < a.shape.size(); ++i) {
     if (a.start[i] >= b.start[i] + b.shape[i] || b.start[i] >= a.start[i] + a.shape[i]) {
       return false;
@@ -61,7 +65,59 @@ bool overlap(const SavedSlice& a, const SavedSlice& b) {
   return true;
 }
 
+bool is_run(const SavedSlice& slice, const std::vector<int64_t>& tensor_shape) {
+  return slice.shape.size() == 1 && tensor_shape.size() != 1;
+}
+
+// Within the tensor, with the right number of bytes.
+bool is_inside(const SavedSlice& slice, const SavedTensor& tensor) {
+  if (slice.start.size() != slice.shape.size() ||
+      slice.bytes != static_cast<uint64_t>(elements(slice.shape)) * dtype_bytes(tensor.dtype)) {
+    return false;
+  }
+  if (is_run(slice, tensor.shape)) {
+    return slice.start[0] >= 0 && slice.shape[0] >= 0 && slice.shape[0] <= elements(tensor.shape) - slice.start[0] &&
+           std::all_of(tensor.slices.begin(), tensor.slices.end(),
+                       [&](const SavedSlice& other) { return range_of(other, tensor.shape).has_value(); });
+  }
+  if (slice.shape.size() != tensor.shape.size()) {
+    return false;
+  }
+  for (size_t axis = 0; axis < tensor.shape.size(); ++axis) {
+    if (slice.start[axis] < 0 || slice.shape[axis] < 0 || slice.shape[axis] > tensor.shape[axis] - slice.start[axis]) {
+      return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
+
+std::optional<ElementRange> range_of(const SavedSlice& slice, const std::vector<int64_t>& tensor_shape) {
+  if (slice.start.size() != slice.shape.size()) {
+    return std::nullopt;
+  }
+  if (is_run(slice, tensor_shape)) {
+    return ElementRange{slice.start[0], slice.start[0] + slice.shape[0]};
+  }
+  if (slice.shape.size() != tensor_shape.size()) {
+    return std::nullopt;
+  }
+  // Whole from some axis on, one index before it.
+  int64_t begin = 0, count = 1;
+  bool is_whole = true;
+  for (size_t axis = tensor_shape.size(); axis-- > 0;) {
+    if (!is_whole && slice.shape[axis] != 1) {
+      return elements(slice.shape) == 0 ? std::optional(ElementRange{}) : std::nullopt;
+    }
+    is_whole = is_whole && slice.start[axis] == 0 && slice.shape[axis] == tensor_shape[axis];
+    count *= slice.shape[axis];
+  }
+  for (size_t axis = 0; axis < tensor_shape.size(); ++axis) {
+    begin = begin * tensor_shape[axis] + slice.start[axis];
+  }
+  return ElementRange{begin, begin + count};
+}
 
 std::string step_folder_name(int64_t step) {
   char text[32];
@@ -116,22 +172,15 @@ void CheckpointIndex::check_cover() const {
     int64_t covered = 0;
     for (size_t i = 0; i < tensor.slices.size(); ++i) {
       const SavedSlice& slice = tensor.slices[i];
-      const uint64_t wanted = static_cast<uint64_t>(elements(slice.shape)) * dtype_bytes(tensor.dtype);
-      bool inside = slice.start.size() == tensor.shape.size() && slice.shape.size() == tensor.shape.size() &&
-                    slice.bytes == wanted;
-      for (size_t axis = 0; inside && axis < tensor.shape.size(); ++axis) {
-        inside = slice.start[axis] >= 0 && slice.shape[axis] >= 0 &&
-                 slice.start[axis] + slice.shape[axis] <= tensor.shape[axis];
-      }
       const auto file = files.find(slice.file);
-      if (!inside || file == files.end() || slice.offset + slice.bytes > file->second.bytes) {
+      if (!is_inside(slice, tensor) || file == files.end() || slice.offset + slice.bytes > file->second.bytes) {
         throw Error(ExitCode::kCheckpoint,
                     format("slice {} of \"{}\" does not fit its tensor or its file", i, name));
       }
       covered += elements(slice.shape);
       for (size_t k = 0; k < i; ++k) {
         if (elements(slice.shape) > 0 && elements(tensor.slices[k].shape) > 0 &&
-            overlap(slice, tensor.slices[k])) {
+            overlap(slice, tensor.slices[k], tensor.shape)) {
           throw Error(ExitCode::kCheckpoint, format("slices {} and {} of \"{}\" overlap", k, i, name));
         }
       }
@@ -228,7 +277,7 @@ RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors) {
     SF_CHECK(!tensor.name.empty() && tensor.name != "__metadata__" && names.insert(tensor.name).second,
              "tensor name \"{}\" is empty or there twice", tensor.name);
     SF_CHECK(dtype_bytes(tensor.dtype) != 0, "{}: unknown dtype \"{}\"", tensor.name, tensor.dtype);
-    SF_CHECK(shape.size() == tensor.global_shape.size() &&
+    SF_CHECK((shape.size() == tensor.global_shape.size() || shape.size() == 1) &&
                  (tensor.start.empty() || tensor.start.size() == shape.size()),
              "{}: slice {} of a tensor {}", tensor.name, shape, tensor.global_shape);
     SF_CHECK(static_cast<uint64_t>(elements(shape)) * dtype_bytes(tensor.dtype) == tensor.bytes,

@@ -35,7 +35,8 @@ inline constexpr const char* kMarkerFile = "COMMITTED";
 [[nodiscard]] uint64_t dtype_bytes(std::string_view dtype);
 
 /// A tensor, or the part of one that this rank holds, in host memory; borrowed until the save is done.
-/// Row-major and contiguous.
+/// Row-major and contiguous. A part is a box, or any run of elements of the row-major whole: then `start` and
+/// `shape` have one number each and count elements.
 struct TensorSlice {
   std::string name;                        // unique on a rank: "weights/fc.weight"
   std::string dtype = "F32";               // as safetensors writes it
@@ -46,7 +47,8 @@ struct TensorSlice {
   uint64_t bytes = 0;
 };
 
-/// Where a slice lies on disk.
+/// Where a slice lies on disk. `start` and `shape` have as many numbers as the tensor's shape, or one: then the
+/// slice is a run of elements of the row-major whole.
 struct SavedSlice {
   std::string file;
   uint64_t offset = 0;  // from the start of the file
@@ -54,6 +56,13 @@ struct SavedSlice {
   std::vector<int64_t> start, shape;
   std::string sha256;
 };
+
+/// Elements [begin, end) of a row-major tensor.
+struct ElementRange {
+  int64_t begin = 0, end = 0;
+};
+/// The slice as one run of the tensor's elements; nothing when it is a box with gaps, or no slice of this shape.
+[[nodiscard]] std::optional<ElementRange> range_of(const SavedSlice& slice, const std::vector<int64_t>& tensor_shape);
 
 struct SavedTensor {
   std::string dtype;

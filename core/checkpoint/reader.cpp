@@ -55,6 +55,37 @@ struct BoxCopy {
   }
 };
 
+// Calls found(place in the row-major tensor, place in the row-major box, count) for each unbroken run of a box.
+template <class Found>
+void each_run(const std::vector<int64_t>& tensor_shape, const std::vector<int64_t>& start, const std::vector<int64_t>& shape,
+              const Found& found, size_t axis = 0, int64_t place = 0, int64_t in_box = 0) {
+  int64_t inner = 1;
+  bool is_whole = true;  // from the next axis on
+  for (size_t a = axis + 1; a < shape.size(); ++a) {
+    inner *= tensor_shape[a];
+    is_whole = is_whole && start[a] == 0 && shape[a] == tensor_shape[a];
+  }
+  if (axis == shape.size()) {
+    found(place, in_box, 1);
+  } else if (is_whole) {
+    found((place * tensor_shape[axis] + start[axis]) * inner, in_box * shape[axis] * inner, shape[axis] * inner);
+  } else {
+    for (int64_t i = 0; i < shape[axis]; ++i) {
+      each_run(tensor_shape, start, shape, found, axis + 1, place * tensor_shape[axis] + start[axis] + i, in_box * shape[axis] + i);
+    }
+  }
+}
+
+// Copies what two runs of elements have in common.
+void copy_common(ElementRange from, const std::byte* from_data, ElementRange to, std::byte* to_data, uint64_t element_bytes) {
+  const int64_t begin = std::max(from.begin, to.begin), end = std::min(from.end, to.end);
+  if (begin < end) {
+    std::memcpy(to_data + static_cast<uint64_t>(begin - to.begin) * element_bytes,
+                from_data + static_cast<uint64_t>(begin - from.begin) * element_bytes,
+                static_cast<uint64_t>(end - begin) * element_bytes);
+  }
+}
+
 }  // namespace
 
 CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
@@ -156,9 +187,35 @@ void CheckpointReader::read(const std::string& name, std::span<std::byte> out, s
   SF_CHECK(out.size() == static_cast<uint64_t>(count) * element_bytes, "{} bytes for {} of \"{}\"",
            out.size(), shape, name);
   for (const SavedSlice& slice : saved.slices) {
-    BoxCopy{slice,        files_.at(slice.file).bytes().data() + slice.offset, start, shape, out.data(),
-            element_bytes}
-        .run();
+    const std::byte* data = files_.at(slice.file).bytes().data() + slice.offset;
+    if (slice.shape.size() == saved.shape.size()) {
+      BoxCopy{slice, data, start, shape, out.data(), element_bytes}.run();
+    } else {
+      const ElementRange run{slice.start[0], slice.start[0] + slice.shape[0]};
+      each_run(saved.shape, start, shape, [&](int64_t place, int64_t in_box, int64_t elements) {
+        copy_common(run, data, {place, place + elements}, out.data() + static_cast<uint64_t>(in_box) * element_bytes, element_bytes);
+      });
+    }
+  }
+}
+
+void CheckpointReader::read_range(const std::string& name, std::span<std::byte> out, int64_t begin, int64_t end) const {
+  const SavedTensor& saved = tensor(name);
+  const int64_t all = std::accumulate(saved.shape.begin(), saved.shape.end(), int64_t{1}, std::multiplies<>());
+  const uint64_t element_bytes = dtype_bytes(saved.dtype);
+  SF_CHECK(0 <= begin && begin <= end && end <= all, "reading elements {} to {} of \"{}\" {}", begin, end, name, saved.shape);
+  SF_CHECK(out.size() == static_cast<uint64_t>(end - begin) * element_bytes, "{} bytes for elements {} to {} of \"{}\"", out.size(),
+           begin, end, name);
+  for (const SavedSlice& slice : saved.slices) {
+    const std::byte* data = files_.at(slice.file).bytes().data() + slice.offset;
+    if (const auto run = range_of(slice, saved.shape)) {
+      copy_common(*run, data, {begin, end}, out.data(), element_bytes);
+    } else {
+      each_run(saved.shape, slice.start, slice.shape, [&](int64_t place, int64_t in_box, int64_t elements) {
+        copy_common({place, place + elements}, data + static_cast<uint64_t>(in_box) * element_bytes, {begin, end}, out.data(),
+                    element_bytes);
+      });
+    }
   }
 }
 

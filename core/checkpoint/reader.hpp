@@ -36,6 +36,8 @@ class CheckpointReader {
   /// tensor. out.size() must be exact.
   void read(const std::string& name, std::span<std::byte> out, std::vector<int64_t> start = {},
             std::vector<int64_t> shape = {}) const;
+  /// Copies elements [begin, end) of the row-major tensor to `out`, whatever the slices it was saved in.
+  void read_range(const std::string& name, std::span<std::byte> out, int64_t begin, int64_t end) const;
 
  private:
   std::filesystem::path folder_;

@@ -31,7 +31,7 @@ class EngineLibrary final : public Engine {
  public:
   const void* service(std::string_view id) override { return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : nullptr; }
   std::vector<SizeLine> sizes(const EngineContext& context) override {
-    return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan))); });
+    return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan)), &sharding_of(context)); });
   }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
     return guarded(context, [&] { return sf::train(context, arguments); });

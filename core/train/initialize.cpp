@@ -41,31 +41,27 @@ void initialize_weights(const std::vector<UnitSpec>& units, std::vector<Shard>& 
     const auto found = specs.find(shard.name);
     SF_CHECK(found != specs.end(), "the backend made a shard '{}' that describe() does not list", shard.name);
     const ParameterSpec& spec = *found->second;
-    at::Tensor values = at::zeros(shard.local.sizes(), at::TensorOptions().dtype(at::kFloat));
-    int64_t row_elements = 1;
-    for (size_t d = 1; d < spec.shape.size(); ++d) {
-      row_elements *= spec.shape[d];
-    }
+    const int64_t count = shard.end - shard.begin;
+    at::Tensor values = at::zeros({count}, at::TensorOptions().dtype(at::kFloat));
     switch (spec.init) {
       case Init::zeros: break;
       case Init::ones: values.fill_(1.0); break;
       case Init::normal:
-        fill_normal(values.data_ptr<float>(), shard.row_begin * row_elements, values.numel(), PhiloxStream(seed, "initialize/" + shard.name),
-                    spec.init_std);
+        fill_normal(values.data_ptr<float>(), shard.begin, count, PhiloxStream(seed, "initialize/" + shard.name), spec.init_std);
         break;
       case Init::first_tap: {
-        // 1 where the last index but one is 0. A slice of dimension 0 keeps whole rows, so only 2-d tensors depend on where it begins.
+        // 1 where the last index but one is 0: the first columns of every block of taps x columns elements.
         SF_CHECK(spec.shape.size() >= 2, "'{}' has no last dimension but one", shard.name);
-        if (spec.shape.size() > 2) {
-          values.select(-2, 0).fill_(1.0);
-        } else if (shard.row_begin == 0 && values.size(0) > 0) {
-          values.select(0, 0).fill_(1.0);
+        const int64_t columns = spec.shape.back(), block = columns * spec.shape[spec.shape.size() - 2];
+        float* out = values.data_ptr<float>();
+        for (int64_t i = 0; i < count; ++i) {
+          out[i] = (shard.begin + i) % block < columns ? 1.0f : 0.0f;
         }
         break;
       }
     }
     at::NoGradGuard no_grad;
-    shard.local.copy_(values);
+    shard.local.copy_(values.view(shard.local.sizes()));
   }
 }
 

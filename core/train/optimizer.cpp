@@ -40,28 +40,32 @@ at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tenso
   // The fused kernel divides gradients by a scale: 1 / clip. Never below 1, so a bad norm can't make it overflow before it is skipped.
   const at::Tensor scale = at::nan_to_num(((norm + 1e-6) / options_.max_grad_norm).clamp_min(1.0), 1.0, 1.0);
 
-  std::vector<at::Tensor> masters, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps;
+  std::vector<at::Tensor> masters, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, updated_steps;
   std::vector<const ShardState*> updated;
   for (const ShardState& state : states_) {
     const at::Tensor& gradient = gradients[state.shard];
     if (!gradient.defined()) {
       continue;
     }
+    steps.push_back(state.steps);
+    if (gradient.numel() == 0) {  // this rank holds nothing of it; its update counts all the same
+      continue;
+    }
     masters.push_back(state.master);
     grads.push_back(gradient.scalar_type() == at::kFloat ? gradient : gradient.to(at::kFloat));
     exp_avgs.push_back(state.exp_avg);
     exp_avg_sqs.push_back(state.exp_avg_sq);
-    steps.push_back(state.steps);
+    updated_steps.push_back(state.steps);
     updated.push_back(&state);
   }
+  if (steps.empty()) {
+    return ok;
+  }
+  at::_foreach_add_(steps, 1.0 - skip);
   if (masters.empty()) {
     return ok;
   }
-  const at::Tensor done = 1.0 - skip;
-  for (const at::Tensor& count : steps) {
-    count.add_(done);
-  }
-  at::_fused_adamw_(masters, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, learning_rate, options_.beta1, options_.beta2,
+  at::_fused_adamw_(masters, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, updated_steps, learning_rate, options_.beta1, options_.beta2,
                     options_.weight_decay, options_.eps, /*amsgrad=*/false, /*maximize=*/false, /*grad_scale=*/scale,
                     /*found_inf=*/skip);
   for (const ShardState* state : updated) {

@@ -28,7 +28,7 @@ int64_t slots_of_sample(const Plan& plan, const Description& description) {
 
 }  // namespace
 
-std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description) {
+std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding) {
   const ModelFacts facts = model_facts(plan);
   const int64_t element = facts.bfloat16 ? 2 : 4;
   const int64_t gradient_element = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? 2 : 4;
@@ -48,6 +48,13 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
     }
   }
 
+  const auto world = plan.facts.find("fact.world_size");
+  const int64_t ranks = world == plan.facts.end() ? 1 : std::get<int64_t>(world->second);
+  ShardingMemory held{.weights = parameters * element, .trainable_elements = trainable};
+  if (sharding != nullptr) {
+    held = sharding->memory(description.units, ranks, facts.bfloat16 ? at::kBFloat16 : at::kFloat);
+  }
+
   const Json target = Json::parse(facts.target_config_json, "config.json");
   const Json* nested = target.find("text_config");
   const Json& text = nested != nullptr ? *nested : target;
@@ -65,10 +72,13 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
   const std::string type = facts.bfloat16 ? "bfloat16" : "float32";
   const auto count = [](int64_t n) { return human_count(static_cast<uint64_t>(n)); };
   std::vector<SizeLine> lines = {
-      {"weights", parameters * element, count(parameters) + " parameters, " + type},
-      {"gradient buffers", trainable * gradient_element, count(trainable) + " trainable"},
-      {"optimizer", trainable * (facts.bfloat16 ? 12 : 8), facts.bfloat16 ? "float32 masters and two moments" : "two float32 moments"},
-      {"frozen tables", tables * vocab * hidden * element, format("{} x [{}, {}]{}", tables, vocab, hidden, tied ? ", tied" : "")},
+      {"weights", held.weights, count(parameters) + " parameters, " + type + (held.detail.empty() ? "" : ", " + held.detail)},
+      {"gradient buffers", trainable * gradient_element, count(trainable) + " trainable" + (ranks > 1 ? ", whole on every rank until the window ends" : "")},
+      {"optimizer", held.trainable_elements * (facts.bfloat16 ? 12 : 8),
+       facts.bfloat16 ? "float32 masters and two moments" : "two float32 moments"},
+      {"frozen tables", tables * vocab * hidden * element,
+       format("{} x [{}, {}]{}{}", tables, vocab, hidden, tied ? ", tied" : "",
+              held.shards_tables ? format(", within a window; 1/{} of it is kept always", ranks) : std::string())},
       {"features of a batch", batch_rows * tokens * feature_columns * element, format("at most [{}, {}, {}]", batch_rows, tokens, feature_columns)},
       {"activations (estimate)", draft_rows * activation_columns * element,
        format("{} draft rows{}", draft_rows, recompute.empty() ? "" : ", without recompute")},
@@ -78,11 +88,17 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
     const int64_t head_rows = description.head_rows_at_most > 0 ? std::min(description.head_rows_at_most, draft_rows) : draft_rows;
     lines.push_back({"logits (at most)", head_rows * vocab * (facts.bfloat16 ? 12 : 8), format("{} rows x {}", head_rows, count(vocab))});
   }
+  if (held.whole > 0) {
+    lines.insert(lines.begin() + 1, {"whole parameters", held.whole, "while their group is in use"});
+  }
+  if (held.buffers > 0) {
+    lines.insert(lines.begin() + (held.whole > 0 ? 2 : 1), {"communication buffers", held.buffers, "gathers, reductions, this rank's gradients"});
+  }
   int64_t total = 0;
   for (const SizeLine& line : lines) {
     total += line.bytes;
   }
-  lines.push_back({"total (estimate)", total, "per process"});
+  lines.push_back({"total (estimate)", total, ranks > 1 ? "on each rank" : "per process"});
   return lines;
 }
 

@@ -77,11 +77,11 @@ std::vector<const ShardState*> states_by_shard(const std::vector<Shard>& shards,
   return found;
 }
 
-// This rank's box of a parameter.
-std::vector<int64_t> start_of(const Shard& shard) {
-  std::vector<int64_t> start(shard.global_shape.size(), 0);
-  if (!start.empty()) {
-    start[0] = shard.row_begin;
+// Where this rank's part of a parameter begins in a checkpoint: a row of the tensor, or an element of it.
+std::vector<int64_t> start_of(const Shard& shard, const at::Tensor& local) {
+  std::vector<int64_t> start(static_cast<size_t>(local.dim()), 0);
+  if (local.dim() > 0 && shard.begin > 0) {
+    start[0] = shard.begin / std::max<int64_t>(1, c10::multiply_integers(local.sizes().slice(1)));
   }
   return start;
 }
@@ -96,7 +96,7 @@ void read_into(const CheckpointReader& checkpoint, const std::string& name, cons
                 "resume with the recipe that is saved in the checkpoint");
   }
   at::Tensor host = at::empty(into.sizes(), into.options().device(at::kCPU));
-  checkpoint.read(name, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()}, start_of(shard), into.sizes().vec());
+  checkpoint.read_range(name, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()}, shard.begin, shard.end);
   at::NoGradGuard no_grad;
   into.copy_(host);
 }
@@ -118,20 +118,27 @@ CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, cons
   const std::vector<Shard>& shards = session.sharding->shards();
   const auto states = states_by_shard(shards, optimizer);
   Json update_counts = Json::object();
+  std::vector<at::Tensor> counts;
+  for (const ShardState& state : optimizer.states()) {
+    counts.push_back(state.steps);
+  }
+  const at::Tensor counts_s = counts.empty() ? at::Tensor() : at::stack(counts).to(at::kCPU, at::kLong);  // one read for all
+  int64_t next_count = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
-    for (const NamedTensor& named : tensors_of(shards[i], states[i])) {
+    const bool holds_some = shards[i].is_saved && shards[i].begin < shards[i].end;
+    for (const NamedTensor& named : holds_some ? tensors_of(shards[i], states[i]) : std::vector<NamedTensor>()) {
       const at::Tensor host = named.tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
       kept->push_back(host);
       request.tensors.push_back({.name = named.name,
                                  .dtype = dtype_name(dtype_of(host.scalar_type())),
                                  .global_shape = shards[i].global_shape,
-                                 .start = start_of(shards[i]),
+                                 .start = start_of(shards[i], host),
                                  .shape = host.sizes().vec(),
                                  .data = host.const_data_ptr(),
                                  .bytes = host.nbytes()});
     }
     if (states[i] != nullptr) {
-      update_counts.set(shards[i].name, static_cast<int64_t>(states[i]->steps.item<float>()));
+      update_counts.set(shards[i].name, counts_s.const_data_ptr<int64_t>()[next_count++]);
     }
   }
   request.state.progress.set("update_counts", std::move(update_counts));
@@ -205,8 +212,7 @@ std::filesystem::path restore_weights_from(const std::filesystem::path& folder, 
                                              shape_text(shard.global_shape),
                   "start from a draft of the same shape");
     }
-    const at::Tensor whole = as_tensor(view);
-    shard.local.copy_(whole.dim() == 0 ? whole : whole.slice(0, shard.row_begin, shard.row_end));
+    shard.local.copy_(as_tensor(view).reshape({-1}).slice(0, shard.begin, shard.end).view(shard.local.sizes()));
     unused.erase(shard.name);
   }
   refuse_unused(unused, folder);

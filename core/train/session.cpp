@@ -153,6 +153,7 @@ std::unique_ptr<Session> open_session(const EngineContext& context) {
                                           .head = session->description.needs_head});
   }
   session->algorithm->bind(session->tables, *session->ops);
+  session->sharding->take_tables({session->tables.embedding_vh, session->tables.head_vh});
 
   std::vector<Unit*> units;
   for (size_t i = 0; i < session->description.units.size(); ++i) {

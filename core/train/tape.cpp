@@ -157,19 +157,25 @@ void TapeRunner::begin_evaluation(const StepInfo& step) {
   loss_sum_ = at::zeros({}, loss_sum_.options());
   metrics_.clear();
   order_.clear();
+  sharding_.begin_evaluation();
 }
 
 void TapeRunner::end_evaluation() {
   finish_evaluated();
+  sharding_.end_evaluation();
   phase_ = Phase::forward;
 }
 
 // The evaluated batch before this one, if any, had the same units in the same order.
 void TapeRunner::finish_evaluated() {
   if (phase_ == Phase::evaluate && !order_.empty()) {
+    const bool is_first = order_evaluate_.empty();
     check_order(order_evaluate_, "evaluation");
     planned_evaluate_ = used_;
     order_.clear();
+    if (is_first) {
+      sharding_.plan(Phase::evaluate, order_evaluate_);
+    }
   }
 }
 
@@ -429,6 +435,9 @@ void TapeRunner::backward(bool boundary) {
       }
     }
   }
+  if (planned_forward_.empty()) {
+    sharding_.plan(Phase::forward, order_forward_);
+  }
   planned_forward_ = used_;
   places_.clear();
   losses_.clear();
@@ -451,6 +460,7 @@ void TapeRunner::check_order(std::vector<int64_t>& known, const char* phase) {
 
 // After a failure: no half window may reach the optimizer.
 void TapeRunner::abandon() {
+  sharding_.abandon();
   tape_.clear();
   places_.clear();
   losses_.clear();

@@ -232,7 +232,7 @@ class StepBench {
     json.set("tokens_per_second", static_cast<double>(tokens_) / static_cast<double>(windows_.size()) / step.median * 1e3);
     Json sizes = Json::object();
     sizes.set("built", memory_built_).set("at_rest", memory_at_rest).set("peak", memory.peak).set("reserved_peak", memory.reserved_peak);
-    sizes.set("planned", plan_sizes(plan_, session_->description).back().bytes);
+    sizes.set("planned", plan_sizes(plan_, session_->description, session_->sharding).back().bytes);
     json.set("memory_bytes", std::move(sizes));
     json.set("loss", last_.loss).set("grad_norm", last_.gradient_norm);
     const double ceiling = product_ceiling(session_->placement);

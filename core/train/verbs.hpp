@@ -6,6 +6,7 @@
 
 #include "core/train/engine.hpp"
 #include "sf/algorithm.hpp"
+#include "sf/backend.hpp"
 
 namespace sf {
 
@@ -19,7 +20,8 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
 Json export_draft(const EngineContext& context, const ExportArguments& arguments);
 /// Times, memory and rates of the recipe's run on random data.
 Json bench(const EngineContext& context, const BenchArguments& arguments);
-/// Bytes by kind, from the algorithm's description alone; the last line is their sum.
-std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description);
+/// Bytes by kind on the rank that holds most, from the algorithm's description and the backend's own account; the last line is their sum. The
+/// number of ranks is the plan's fact.world_size. Without a backend: as if one process held everything.
+std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding = nullptr);
 
 }  // namespace sf

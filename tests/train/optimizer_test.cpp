@@ -88,7 +88,7 @@ TEST_CASE("initialisation: values depend on seed and name alone, and a slice equ
   CHECK(whole.std().item<double>() == doctest::Approx(0.02).epsilon(0.05));
   CHECK(std::abs(whole.mean().item<double>()) < 0.002);
 
-  std::vector<sf::Shard> part = {{.name = "u.w", .global_shape = {64, 33}, .row_begin = 7, .row_end = 20, .trainable = true, .local = at::zeros({13, 33})}};
+  std::vector<sf::Shard> part = {{.name = "u.w", .global_shape = {64, 33}, .begin = 7 * 33, .end = 20 * 33, .trainable = true, .local = at::zeros({13, 33})}};
   sf::initialize_weights(units, part, 5);
   CHECK(at::equal(part[0].local, whole.slice(0, 7, 20)));
   sf::initialize_weights(units, part, 6);

@@ -40,10 +40,19 @@ struct FunctionUnit final : sf::Unit {
 struct SpySharding final : sf::Sharding {
   sf::SingleSharding inner;
   std::vector<std::string> calls;
+  std::vector<std::pair<Phase, std::vector<int64_t>>> plans;
   void build(const std::vector<sf::UnitSpec>& units, const sf::Placement& placement) override { inner.build(units, placement); }
   std::vector<sf::Shard>& shards() override { return inner.shards(); }
   at::Tensor whole(int64_t unit, int64_t parameter) override { return inner.whole(unit, parameter); }
+  void take_tables(const Tensors&) override {}
+  sf::ShardingMemory memory(const std::vector<sf::UnitSpec>& units, int64_t ranks, at::ScalarType dtype) const override {
+    return inner.memory(units, ranks, dtype);
+  }
+  void plan(Phase phase, const std::vector<int64_t>& order) override { plans.emplace_back(phase, order); }
   void begin_window() override { inner.begin_window(); }
+  void begin_evaluation() override { calls.push_back("begin_evaluation"); }
+  void end_evaluation() override { calls.push_back("end_evaluation"); }
+  void abandon() override { calls.push_back("abandon"); }
   void note(const char* what, int64_t unit, Phase phase, int64_t left) {
     const char* names[] = {"forward", "backward", "evaluate"};
     calls.push_back(std::string(what) + " " + std::to_string(unit) + " " + names[static_cast<int>(phase)] + " " +

@@ -13,13 +13,25 @@ void SingleSharding::build(const std::vector<UnitSpec>& units, const Placement& 
       Shard shard;
       shard.name = unit.prefix + parameter.name;
       shard.global_shape = parameter.shape;
-      shard.row_end = parameter.shape.empty() ? 1 : parameter.shape[0];
+      shard.end = c10::multiply_integers(parameter.shape);
       shard.trainable = parameter.trainable;
       shard.local = at::zeros(parameter.shape, at::TensorOptions().device(placement.device).dtype(placement.dtype));
       shards_.push_back(std::move(shard));
     }
   }
   gradients_.assign(shards_.size(), at::Tensor());
+}
+
+ShardingMemory SingleSharding::memory(const std::vector<UnitSpec>& units, int64_t, at::ScalarType dtype) const {
+  ShardingMemory memory;
+  for (const UnitSpec& unit : units) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      const int64_t elements = c10::multiply_integers(parameter.shape);
+      memory.weights += elements * static_cast<int64_t>(c10::elementSize(dtype));
+      memory.trainable_elements += parameter.trainable ? elements : 0;
+    }
+  }
+  return memory;
 }
 
 at::Tensor SingleSharding::whole(int64_t unit, int64_t parameter) { return shards_[first_of_unit_[unit] + parameter].local; }
@@ -33,6 +45,8 @@ void SingleSharding::reduce(int64_t unit, const std::vector<at::Tensor>& gradien
 }
 
 std::vector<at::Tensor> SingleSharding::end_window() { return gradients_; }
+
+void SingleSharding::abandon() { gradients_.assign(shards_.size(), at::Tensor()); }
 
 at::Tensor SingleSharding::gradient_norm(const std::vector<at::Tensor>& gradients) {
   std::vector<at::Tensor> norms;

@@ -1,0 +1,127 @@
+#include "plugins/sharding/fsdp/reducer.hpp"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+namespace sf::fsdp {
+
+Reducer::Reducer(std::vector<Group> groups, Options options) : groups_(std::move(groups)), options_(options) {
+  const auto wire = at::TensorOptions().device(options_.device).dtype(options_.dtype);
+  int64_t largest = 0, reducing = 0;
+  for (const Group& group : groups_) {
+    largest = std::max(largest, group.layout.elements());
+    reducing += group.layout.part > 0 ? 1 : 0;
+    const int64_t part = options_.replicate ? 0 : group.layout.part;
+    reduced_.push_back(at::zeros({part}, wire.dtype(at::kFloat)));
+    outputs_.push_back(options_.dtype == at::kFloat ? reduced_.back() : at::zeros({part}, wire));
+  }
+  is_done_.assign(groups_.size(), false);
+  const int64_t count = std::min(options_.max_inputs, reducing);  // more than one for each group could never fill
+  for (int64_t i = 0; i < count; ++i) {
+    inputs_.push_back(at::zeros({largest}, wire));
+    options_.comm->register_buffer(inputs_.back());
+  }
+}
+
+void Reducer::reduce(int64_t group, const std::vector<at::Tensor>& gradients) {
+  const Layout& layout = groups_[static_cast<size_t>(group)].layout;
+  if (layout.part == 0) {
+    return;
+  }
+  at::NoGradGuard no_grad;
+  while (static_cast<int64_t>(in_flight_.size()) >= buffers()) {
+    finish_oldest();
+  }
+  const at::Tensor input = inputs_[static_cast<size_t>(next_input_)].narrow(0, 0, layout.elements());
+  next_input_ = (next_input_ + 1) % buffers();
+
+  std::vector<at::Tensor> from, to, zeros;
+  for (const Run& gap : layout.gaps) {
+    zeros.push_back(input.narrow(0, gap.place, gap.count));
+  }
+  for (const Piece& piece : layout.pieces) {
+    const at::Tensor place = input.narrow(0, piece.place, piece.count);
+    const at::Tensor& gradient = gradients[static_cast<size_t>(piece.member)];
+    if (gradient.defined()) {
+      from.push_back(gradient.view({-1}).narrow(0, piece.begin, piece.count));
+      to.push_back(place);
+    } else {
+      zeros.push_back(place);
+    }
+  }
+  if (!zeros.empty()) {
+    at::_foreach_zero_(zeros);
+  }
+  if (!to.empty()) {
+    at::_foreach_copy_(to, from);
+  }
+  const std::string& label = groups_[static_cast<size_t>(group)].name;
+  InFlight reduction{.group = group, .input = input, .gradients = {}, .work = nullptr};
+  if (options_.replicate) {
+    reduction.gradients = gradients;
+    reduction.work = options_.comm->all_reduce(input, Reduction::sum, label, options_.channel);
+  } else {
+    reduction.work = options_.comm->reduce_scatter(outputs_[static_cast<size_t>(group)], input, label, options_.channel);
+  }
+  in_flight_.push_back(std::move(reduction));
+}
+
+void Reducer::finish_oldest() {
+  InFlight oldest = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  oldest.work->wait();
+  is_done_[static_cast<size_t>(oldest.group)] = true;
+  if (options_.replicate) {
+    std::vector<at::Tensor> from, to;
+    for (const Piece& piece : groups_[static_cast<size_t>(oldest.group)].layout.pieces) {
+      const at::Tensor& gradient = oldest.gradients[static_cast<size_t>(piece.member)];
+      if (gradient.defined()) {
+        to.push_back(gradient.view({-1}).narrow(0, piece.begin, piece.count));
+        from.push_back(oldest.input.narrow(0, piece.place, piece.count));
+      }
+    }
+    if (!to.empty()) {
+      at::_foreach_copy_(to, from);
+    }
+  }
+}
+
+void Reducer::drain() {
+  at::NoGradGuard no_grad;
+  while (!given_up_.empty()) {
+    given_up_.front().work->wait();
+    given_up_.pop_front();
+  }
+  while (!in_flight_.empty()) {
+    finish_oldest();
+  }
+  for (size_t group = 0; group < groups_.size(); ++group) {
+    if (is_done_[group] && options_.dtype != at::kFloat && !options_.replicate) {
+      reduced_[group].copy_(outputs_[group]);
+    }
+    is_done_[group] = false;
+  }
+}
+
+void Reducer::abandon() {
+  for (InFlight& reduction : in_flight_) {
+    given_up_.push_back(std::move(reduction));
+  }
+  in_flight_.clear();
+  is_done_.assign(groups_.size(), false);
+}
+
+int64_t Reducer::bytes() const {
+  int64_t bytes = 0;
+  for (const at::Tensor& input : inputs_) {
+    bytes += static_cast<int64_t>(input.nbytes());
+  }
+  for (size_t group = 0; group < groups_.size(); ++group) {
+    bytes += static_cast<int64_t>(reduced_[group].nbytes());
+    bytes += outputs_[group].is_same(reduced_[group]) ? 0 : static_cast<int64_t>(outputs_[group].nbytes());
+  }
+  return bytes;
+}
+
+}  // namespace sf::fsdp

@@ -1,0 +1,101 @@
+#include "plugins/sharding/fsdp/use_plan.hpp"
+
+#include <algorithm>
+
+#include "sf/error.hpp"
+
+namespace sf::fsdp {
+
+UsePlan::UsePlan(std::vector<int64_t> group_of_unit) : group_of_unit_(std::move(group_of_unit)) {}
+
+void UsePlan::learn(Phase phase, const std::vector<int64_t>& order) {
+  Sequence found;
+  found.units = order;
+  const auto length = static_cast<int64_t>(order.size());
+  if (phase != Phase::evaluate) {
+    found.units.insert(found.units.end(), order.rbegin(), order.rend());
+  }
+  int64_t groups = 0;
+  for (const int64_t group : group_of_unit_) {
+    groups = std::max(groups, group + 1);
+  }
+  found.spans.resize(static_cast<size_t>(groups));
+  for (int64_t position = 0; position < static_cast<int64_t>(found.units.size()); ++position) {
+    const int64_t group = group_of_unit_[static_cast<size_t>(found.units[static_cast<size_t>(position)])];
+    found.groups.push_back(group);
+    auto& spans = found.spans[static_cast<size_t>(group)];
+    // Within a pass a group stays whole from its first use to its last. What ends the forward pass begins the backward pass: one span.
+    const bool is_same_pass = !spans.empty() && (spans.back().last < length) == (position < length);
+    if (is_same_pass || (!spans.empty() && position == length && spans.back().last == length - 1)) {
+      spans.back().last = position;
+    } else {
+      spans.push_back({position, position});
+    }
+  }
+  (phase == Phase::evaluate ? evaluated_ : training_) = std::move(found);
+}
+
+int64_t UsePlan::advance(int64_t unit, Phase phase) {
+  Sequence& known = phase == Phase::evaluate ? evaluated_ : training_;
+  if (known.units.empty()) {
+    return -1;
+  }
+  const int64_t position = known.at;
+  if (known.units[static_cast<size_t>(position)] != unit) {
+    throw Error(ExitCode::kInternal, "unit " + std::to_string(unit) + " is used where the plan has unit " +
+                                         std::to_string(known.units[static_cast<size_t>(position)]) + " (position " +
+                                         std::to_string(position) + ")");
+  }
+  known.at = (position + 1) % static_cast<int64_t>(known.units.size());
+  return position;
+}
+
+void UsePlan::restart() { training_.at = evaluated_.at = 0; }
+
+bool UsePlan::is_last(Phase phase, int64_t position) const {
+  const Sequence& known = sequence(phase);
+  if (position < 0) {
+    return false;
+  }
+  const auto& spans = known.spans[static_cast<size_t>(known.groups[static_cast<size_t>(position)])];
+  return std::any_of(spans.begin(), spans.end(), [&](const Span& span) { return span.last == position; });
+}
+
+int64_t UsePlan::next(Phase phase, int64_t position, const std::function<bool(int64_t)>& is_wanted) const {
+  const Sequence& known = sequence(phase);
+  if (position >= 0) {
+    for (size_t after = static_cast<size_t>(position) + 1; after < known.groups.size(); ++after) {
+      if (is_wanted(known.groups[after])) {
+        return known.groups[after];
+      }
+    }
+  }
+  return -1;
+}
+
+std::vector<int64_t> share_slots(const std::vector<std::vector<Span>>& spans) {
+  const auto overlap = [&](size_t a, size_t b) {
+    for (const Span& one : spans[a]) {
+      for (const Span& other : spans[b]) {
+        if (one.first <= other.last && other.first <= one.last) {
+          return true;
+        }
+      }
+    }
+    return spans[a].empty() || spans[b].empty();
+  };
+  std::vector<int64_t> slots;
+  for (size_t group = 0; group < spans.size(); ++group) {
+    int64_t slot = 0;
+    for (bool is_free = false; !is_free; slot += is_free ? 0 : 1) {
+      is_free = true;
+      for (size_t other = 0; other < group; ++other) {
+        is_free = is_free && !(slots[other] == slot && overlap(group, other));
+      }
+    }
+    slots.push_back(slot);
+  }
+  return slots;
+}
+
+}  // namespace sf::fsdp
