@@ -226,6 +226,12 @@ Json CheckpointIndex::to_json() const {
 }
 
 CheckpointIndex CheckpointIndex::from_json(const Json& json, const std::string& source) {
+  CheckpointIndex out = part_from_json(json, source);
+  out.check_cover();
+  return out;
+}
+
+CheckpointIndex CheckpointIndex::part_from_json(const Json& json, const std::string& source) {
   try {
     if (json.at("format").as_string() != "sf-checkpoint") {
       throw Error(ExitCode::kCheckpoint, format("{}: format \"{}\", expected \"sf-checkpoint\"", source,
@@ -263,7 +269,6 @@ CheckpointIndex CheckpointIndex::from_json(const Json& json, const std::string& 
                                  .sha256 = slice.at("sha256").as_string()});
       }
     }
-    out.check_cover();
     return out;
   } catch (const JsonError& error) {
     throw Error(ExitCode::kCheckpoint, format("{} is not a checkpoint's index: {}", source, error.what()));

@@ -91,6 +91,8 @@ struct CheckpointIndex {
   [[nodiscard]] Json to_json() const;
   /// Throws Error(kCheckpoint) when the text is not an index that this version reads.
   static CheckpointIndex from_json(const Json& json, const std::string& source);
+  /// The same for one rank's part of an index, whose slices need not cover their tensors.
+  static CheckpointIndex part_from_json(const Json& json, const std::string& source);
 };
 
 /// The header of a rank's safetensors file and the place of each tensor in it.

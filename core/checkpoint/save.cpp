@@ -203,53 +203,112 @@ fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointI
   return folder;
 }
 
-CheckpointSaver::CheckpointSaver(fs::path run_folder, CheckpointWriter writer)
-    : run_folder_(std::move(run_folder)), writer_(writer) {
-  remove_leftovers(run_folder_);
+CheckpointSaver::CheckpointSaver(fs::path run_folder, CheckpointWriter writer, SavePeers peers)
+    : run_folder_(std::move(run_folder)), writer_(writer), peers_(std::move(peers)) {
+  if (peers_.rank == 0) {
+    remove_leftovers(run_folder_);
+  }
+}
+
+// Before anything is written: is there room, and an empty folder.
+void CheckpointSaver::prepare(int64_t step, uint64_t bytes) {
+  const uint64_t free = free_bytes(run_folder_);
+  if (free < bytes + kMarginBytes) {
+    throw Error(ExitCode::kCheckpoint,
+                format("saving step {} takes {}, and {} has {} free", step, human_bytes(bytes + kMarginBytes), run_folder_,
+                       human_bytes(free)),
+                "free some space on this disk, lower training.max_checkpoints, or set output_dir; the last "
+                "complete checkpoint is untouched");
+  }
+  (void)make_partial_folder(run_folder_, step);
+}
+
+namespace {
+
+constexpr const char* kGood = "good";
+
+// An outcome as a text that other ranks read: "good", or what and hint.
+std::string outcome_text(const std::optional<Error>& error, const std::string& good = kGood) {
+  if (!error) {
+    return good;
+  }
+  return Json::object({{"error", std::string(error->what())}, {"hint", error->hint()}}).dump();
+}
+
+// Throws the first failure among the ranks' outcomes.
+void throw_failure(const std::vector<std::string>& outcomes, int64_t step) {
+  for (size_t rank = 0; rank < outcomes.size(); ++rank) {
+    if (outcomes[rank].starts_with("{\"error\"")) {
+      const Json json = Json::parse(outcomes[rank], "a rank's outcome");
+      throw Error(ExitCode::kCheckpoint, format("saving step {}: rank {}: {}", step, rank, json.at("error").as_string()),
+                  json.at("hint").as_string());
+    }
+  }
+}
+
+template <class Body>
+std::optional<Error> failure_of(const Body& body) {
+  try {
+    body();
+    return std::nullopt;
+  } catch (const Error& error) {
+    return error;
+  } catch (const std::exception& error) {
+    return Error(ExitCode::kCheckpoint, error.what());
+  }
+}
+
+}  // namespace
+
+void CheckpointSaver::prepare_together(int64_t step, uint64_t bytes) {
+  uint64_t all = 0;
+  for (const std::string& text : peers_.gather(std::to_string(bytes), format("the size of step {}", step))) {
+    all += std::stoull(text);
+  }
+  const auto failure = peers_.rank == 0 ? failure_of([&] { prepare(step, all); }) : std::nullopt;
+  throw_failure(peers_.gather(outcome_text(failure), format("the folder of step {}", step)), step);
 }
 
 void CheckpointSaver::start(Request request) {
   wait();
   const int64_t step = request.state.step;
-  uint64_t bytes = kMarginBytes;
+  const bool alone = peers_.world_size == 1;
+  uint64_t bytes = 0;
   for (const TensorSlice& tensor : request.tensors) {
     bytes += tensor.bytes;
   }
-  const uint64_t free = free_bytes(run_folder_);
-  if (free < bytes) {
-    throw Error(ExitCode::kCheckpoint,
-                format("saving step {} takes {}, and {} has {} free", step, human_bytes(bytes), run_folder_,
-                       human_bytes(free)),
-                "free some space on this disk, lower training.max_checkpoints, or set output_dir; the last "
-                "complete checkpoint is untouched");
-  }
-  partial_ = make_partial_folder(run_folder_, step);
+  alone ? prepare(step, bytes) : prepare_together(step, bytes);
+  partial_ = run_folder_ / (std::string(kPartialPrefix) + step_folder_name(step));
   state_ = std::move(request.state);
   texts_ = std::move(request.texts);
-  try {
+  failed_ = failure_of([&] {
     save_ = std::make_unique<RankSave>(RankSave::Arguments{.writer = writer_,
                                                            .folder = partial_,
                                                            .step = step,
+                                                           .rank = peers_.rank,
+                                                           .world_size = peers_.world_size,
                                                            .tensors = std::move(request.tensors),
                                                            .keep_alive = std::move(request.keep_alive)});
-    if (save_->is_done()) {
-      commit();
+    if (alone && save_->is_done()) {
+      commit(save_->index());
     }
-  } catch (...) {
+  });
+  if (alone && failed_) {
+    const Error error = *failed_;
     abandon();
-    throw;
+    throw error;
   }
 }
 
 std::optional<fs::path> CheckpointSaver::poll() {
-  if (!save_) {
+  if (!save_ || peers_.world_size > 1) {
     return std::nullopt;
   }
   try {
     if (!save_->is_done()) {
       return std::nullopt;
     }
-    commit();
+    commit(save_->index());
   } catch (...) {
     abandon();
     throw;
@@ -258,24 +317,59 @@ std::optional<fs::path> CheckpointSaver::poll() {
 }
 
 void CheckpointSaver::wait() {
+  if (peers_.world_size > 1) {
+    if (save_ || failed_) {
+      wait_together();
+    }
+    return;
+  }
   if (!save_) {
     return;
   }
   try {
     save_->wait();
-    commit();
+    commit(save_->index());
   } catch (...) {
     abandon();
     throw;
   }
 }
 
-void CheckpointSaver::commit() {
+// Every rank tells how its file went, then rank 0 how the commit went.
+void CheckpointSaver::wait_together() {
+  const int64_t step = state_.step;
+  std::string index;
+  if (!failed_) {
+    failed_ = failure_of([&] {
+      save_->wait();
+      index = save_->index().to_json().dump();
+    });
+  }
+  const std::vector<std::string> outcomes = peers_.gather(outcome_text(failed_, index), format("the files of step {}", step));
   try {
-    last_committed_ = commit_checkpoint(run_folder_, save_->step(), save_->index(), state_, texts_);
+    throw_failure(outcomes, step);
+    const auto failure = peers_.rank != 0 ? std::nullopt : failure_of([&] {
+      CheckpointIndex all = save_->index();
+      for (size_t rank = 1; rank < outcomes.size(); ++rank) {
+        all.merge(CheckpointIndex::part_from_json(Json::parse(outcomes[rank], "a rank's index"), format("rank {}", rank)));
+      }
+      commit(std::move(all));
+    });
+    throw_failure(peers_.gather(outcome_text(failure), format("the commit of step {}", step)), step);
+  } catch (...) {
+    abandon();
+    throw;
+  }
+  save_.reset();
+  last_committed_ = run_folder_ / step_folder_name(step);
+}
+
+void CheckpointSaver::commit(CheckpointIndex index) {
+  const int64_t step = state_.step;
+  try {
+    last_committed_ = commit_checkpoint(run_folder_, step, std::move(index), state_, texts_);
   } catch (const Error& error) {
-    throw error.code() == ExitCode::kCheckpoint ? error.within(format("saving step {}", save_->step()))
-                                                : error;
+    throw error.code() == ExitCode::kCheckpoint && peers_.world_size == 1 ? error.within(format("saving step {}", step)) : error;
   }
   save_.reset();
 }
@@ -283,8 +377,11 @@ void CheckpointSaver::commit() {
 // The space of a step that failed is given back at once: it may be what the disk lacks.
 void CheckpointSaver::abandon() {
   save_.reset();
-  std::error_code ignored;
-  fs::remove_all(partial_, ignored);
+  failed_.reset();
+  if (peers_.rank == 0) {
+    std::error_code ignored;
+    fs::remove_all(partial_, ignored);
+  }
 }
 
 }  // namespace sf

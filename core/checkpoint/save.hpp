@@ -8,13 +8,16 @@
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/checkpoint/format.hpp"
 #include "core/checkpoint/writer_sync.hpp"
+#include "sf/error.hpp"
 
 namespace sf {
 
@@ -71,33 +74,48 @@ std::filesystem::path commit_checkpoint(const std::filesystem::path& run_folder,
                                         CheckpointIndex index, const RunState& state,
                                         const std::vector<TextFile>& texts);
 
-/// Saves of a run with one process, one at a time. All errors are Error(kCheckpoint) that name the step.
+/// The ranks that write a checkpoint together. All of them make the same calls to their CheckpointSaver.
+struct SavePeers {
+  int rank = 0;
+  int world_size = 1;
+  /// One text of each rank, in rank order, when all have called (Comm::gather_texts). Not called with one rank.
+  std::function<std::vector<std::string>(const std::string& text, std::string_view label)> gather = {};
+};
+
+/// Saves of a run, one at a time. Each rank writes its own file; when all files are on disk rank 0 commits. All errors are
+/// Error(kCheckpoint) that name the step; what fails on one rank is thrown on all of them, and the step does not exist.
 class CheckpointSaver {
  public:
-  /// The writer outlives this object. Left-over partial and removed folders of killed runs are deleted.
-  CheckpointSaver(std::filesystem::path run_folder, CheckpointWriter writer);
+  /// The writer outlives this object. Rank 0 deletes left-over partial and removed folders of killed runs.
+  CheckpointSaver(std::filesystem::path run_folder, CheckpointWriter writer, SavePeers peers = {});
 
   struct Request {
-    RunState state;  // its step names the folder
+    RunState state;  // its step names the folder; rank 0's is saved
     std::vector<TensorSlice> tensors = {};
-    std::vector<TextFile> texts = {};
+    std::vector<TextFile> texts = {};  // likewise
     std::shared_ptr<const void> keep_alive = {};  // owns what the tensors borrow
   };
-  /// Waits for a save in flight, checks the free space, hands everything to the writer and returns. With the
-  /// built-in writer all is on disk then and the step is committed.
+  /// Waits for a save in flight, checks the free space, hands everything to the writer and returns. With one rank and the
+  /// built-in writer all is on disk then and the step is committed; several ranks commit in wait().
   void start(Request request);
-  /// Commits what is done. The folder of a step that was committed by this call.
+  /// Commits what is done. The folder of a step that was committed by this call. With several ranks nothing: they finish at
+  /// different times, and asking each other after every window would cost more than a later commit.
   std::optional<std::filesystem::path> poll();
   /// Returns when nothing is in flight and everything is committed.
   void wait();
   [[nodiscard]] std::optional<std::filesystem::path> last_committed() const { return last_committed_; }
 
  private:
-  void commit();
+  void prepare(int64_t step, uint64_t bytes);
+  void prepare_together(int64_t step, uint64_t bytes);
+  void commit(CheckpointIndex index);
+  void wait_together();
   void abandon();
 
   std::filesystem::path run_folder_;
   CheckpointWriter writer_;
+  SavePeers peers_;
+  std::optional<Error> failed_;  // of this rank's file, until all ranks have heard of it
   std::unique_ptr<RankSave> save_;
   std::filesystem::path partial_;
   RunState state_;

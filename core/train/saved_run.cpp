@@ -111,13 +111,10 @@ void refuse_unused(const std::set<std::string>& names, const std::filesystem::pa
 
 }  // namespace
 
-CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features) {
-  CheckpointSaver::Request request;
-  request.state = describe_run(session, progress, features);
+SavedTensors copy_to_host(const std::vector<Shard>& shards, AdamW& optimizer) {
+  SavedTensors saved;
   auto kept = std::make_shared<std::vector<at::Tensor>>();
-  const std::vector<Shard>& shards = session.sharding->shards();
   const auto states = states_by_shard(shards, optimizer);
-  Json update_counts = Json::object();
   std::vector<at::Tensor> counts;
   for (const ShardState& state : optimizer.states()) {
     counts.push_back(state.steps);
@@ -129,21 +126,44 @@ CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, cons
     for (const NamedTensor& named : holds_some ? tensors_of(shards[i], states[i]) : std::vector<NamedTensor>()) {
       const at::Tensor host = named.tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
       kept->push_back(host);
-      request.tensors.push_back({.name = named.name,
-                                 .dtype = dtype_name(dtype_of(host.scalar_type())),
-                                 .global_shape = shards[i].global_shape,
-                                 .start = start_of(shards[i], host),
-                                 .shape = host.sizes().vec(),
-                                 .data = host.const_data_ptr(),
-                                 .bytes = host.nbytes()});
+      saved.slices.push_back({.name = named.name,
+                              .dtype = dtype_name(dtype_of(host.scalar_type())),
+                              .global_shape = shards[i].global_shape,
+                              .start = start_of(shards[i], host),
+                              .shape = host.sizes().vec(),
+                              .data = host.const_data_ptr(),
+                              .bytes = host.nbytes()});
     }
     if (states[i] != nullptr) {
-      update_counts.set(shards[i].name, counts_s.const_data_ptr<int64_t>()[next_count++]);
+      saved.update_counts.set(shards[i].name, counts_s.const_data_ptr<int64_t>()[next_count++]);
     }
   }
-  request.state.progress.set("update_counts", std::move(update_counts));
+  saved.keep_alive = std::move(kept);
+  return saved;
+}
+
+void read_tensors(const CheckpointReader& checkpoint, std::vector<Shard>& shards, AdamW& optimizer) {
+  const auto states = states_by_shard(shards, optimizer);
+  const Json& update_counts = checkpoint.state().progress.at("update_counts");
+  for (size_t i = 0; i < shards.size(); ++i) {
+    for (const NamedTensor& named : tensors_of(shards[i], states[i])) {
+      read_into(checkpoint, named.name, shards[i], named.tensor);
+    }
+    if (states[i] != nullptr) {
+      at::Tensor steps = states[i]->steps;
+      steps.fill_(static_cast<double>(update_counts.at(shards[i].name).as_int()));
+    }
+  }
+}
+
+CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features) {
+  CheckpointSaver::Request request;
+  request.state = describe_run(session, progress, features);
+  SavedTensors saved = copy_to_host(session.sharding->shards(), optimizer);
+  request.tensors = std::move(saved.slices);
+  request.state.progress.set("update_counts", std::move(saved.update_counts));
   request.texts = {{.name = "recipe.toml", .text = request.state.recipe}, {.name = "draft_config.json", .text = request.state.draft_config}};
-  request.keep_alive = std::move(kept);
+  request.keep_alive = std::move(saved.keep_alive);
   return request;
 }
 
@@ -159,18 +179,7 @@ RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW&
     throw Error(ExitCode::kCheckpoint, "can't go on from " + checkpoint.folder().string() + ": " + display(continuation.errors),
                 "use the same recipe and features, or start anew from its weights with --init-from " + checkpoint.folder().string());
   }
-  std::vector<Shard>& shards = session.sharding->shards();
-  const auto states = states_by_shard(shards, optimizer);
-  const Json& update_counts = saved.progress.at("update_counts");
-  for (size_t i = 0; i < shards.size(); ++i) {
-    for (const NamedTensor& named : tensors_of(shards[i], states[i])) {
-      read_into(checkpoint, named.name, shards[i], named.tensor);
-    }
-    if (states[i] != nullptr) {
-      at::Tensor steps = states[i]->steps;
-      steps.fill_(static_cast<double>(update_counts.at(shards[i].name).as_int()));
-    }
-  }
+  read_tensors(checkpoint, session.sharding->shards(), optimizer);
   return progress;
 }
 

@@ -20,6 +20,16 @@ struct RunProgress {
   int64_t epoch = 0;
 };
 
+/// A rank's part of weights and optimizer, copied to the host: what it holds and no other rank saves, by shard. A part that is not whole rows is flat.
+struct SavedTensors {
+  std::vector<TensorSlice> slices;
+  Json update_counts = Json::object();          // by parameter, the same on all ranks
+  std::shared_ptr<const void> keep_alive;       // owns what the slices borrow
+};
+[[nodiscard]] SavedTensors copy_to_host(const std::vector<Shard>& shards, AdamW& optimizer);
+/// The other way, however the run that saved was cut.
+void read_tensors(const CheckpointReader& checkpoint, std::vector<Shard>& shards, AdamW& optimizer);
+
 /// Host copies of weights, masters and moments (names "weights/N", "master/N", "exp_avg/N", "exp_avg_sq/N") with the run's state.
 /// On the CPU the copies are what keeps the next update from changing them.
 CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features);

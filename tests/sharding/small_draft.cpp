@@ -93,7 +93,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
   const int64_t rank = comm != nullptr ? comm->rank() : 0, ranks = comm != nullptr ? comm->size() : 1;
   const std::vector<UnitSpec> specs = draft_specs(shape);
   std::vector<std::unique_ptr<FunctionUnit>> units;
-  bool throw_now = false;
+  bool throw_armed = false, throw_now = false;
   for (const UnitSpec& spec : specs) {
     if (spec.name == "context") {
       units.push_back(std::make_unique<FunctionUnit>(context_forward));
@@ -124,7 +124,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
   TapeRunner runner(pointers, specs, sharding, ops, placement, {.gradient_dtype = at::kFloat, .recompute = shape.recompute});
   AdamW optimizer(sharding.shards(), {.weight_decay = 0.1, .max_grad_norm = 0.5});
   if (before_start) {
-    before_start(runner, optimizer, sharding);
+    before_start(optimizer, sharding, comm);
   }
 
   const auto objective = 1 + shape.blocks;
@@ -157,12 +157,13 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
   const auto window_of = [&](int64_t window) {
     runner.begin_window(at::ones({}), {});
     for (int64_t m = 0; m < mine; ++m) {
+      throw_now = throw_armed && m == (throw_at_boundary ? mine - 1 : 0);
       micro_step(window, m * ranks + rank);
       runner.backward(m + 1 == mine);
     }
   };
   std::vector<at::Tensor> gradients;
-  for (int64_t window = 0; window < windows; ++window) {
+  for (int64_t window = first_window; window < windows; ++window) {
     if (evaluate_between) {
       runner.begin_evaluation({});
       micro_step(window, rank);
@@ -170,7 +171,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
       runner.end_evaluation();
     }
     if (window == throw_in_window) {
-      throw_now = true;
+      throw_armed = true;
       bool threw = false;
       try {
         window_of(window);
@@ -180,7 +181,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
       if (!threw) {
         throw std::logic_error("the window that throws did not throw");
       }
-      throw_now = false;
+      throw_armed = throw_now = false;
     }
     window_of(window);
     gradients = sharding.end_window();
@@ -203,6 +204,12 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
     if (after_window) {
       after_window(window, sharding);
     }
+  }
+  if (at_end) {
+    at_end(optimizer, sharding, comm);
+  }
+  if (outcome.weights.empty()) {
+    return;
   }
   at::NoGradGuard no_grad;
   for (size_t i = 0; i < sharding.shards().size(); ++i) {

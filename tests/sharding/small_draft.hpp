@@ -32,18 +32,18 @@ struct Outcome {
   std::map<std::string, at::Tensor> weights, gradients;      // whole, of the last window
 };
 
-/// One rank's run. `fail_in` (window, -1 for none) makes the objective's... see throw_in_backward.
 struct DraftRun {
   DraftShape shape = {};
-  int64_t windows = 3, accumulation = 2;
+  int64_t first_window = 0, windows = 3, accumulation = 2;   // windows [first_window, windows)
   int64_t samples = 4;                                       // of a window, over all ranks; sample i of micro-step m goes to rank i % W
   at::ScalarType dtype = at::kFloat;
-  int64_t throw_in_window = -1;                              // in its first micro-step's backward, in block 1; the window is then run again
+  int64_t throw_in_window = -1;                              // in backward, in block 1; the window is then run again
+  bool throw_at_boundary = false;                            // in the last micro-step, with reductions in flight; else in the first
   bool evaluate_between = false;
   std::function<void(int64_t window, Sharding&)> after_window = {};
-  std::function<void(TapeRunner&, AdamW&, Sharding&)> before_start = {};
+  std::function<void(AdamW&, Sharding&, Comm*)> before_start = {}, at_end = {};
 
-  /// Trains on rank `comm` (null: one). Fills this rank's part of `outcome.weights` and `.gradients`, whose tensors are whole.
+  /// Trains on rank `comm` (null: one). Fills this rank's part of `outcome.weights` and `.gradients`, whose tensors are whole, when they are there.
   void train(Sharding& sharding, Comm* comm, Outcome& outcome) const;
 };
 

@@ -248,9 +248,11 @@ void GroupedSharding::before_use(int64_t unit, Phase phase, int64_t) {
   }
   if (under_way_ < 0) {
     // After the wait, so that the unit that is about to run does not wait for the one after it.
-    under_way_ = plan_.next(phase, position_, [&](int64_t next) { return !groups_[static_cast<size_t>(next)].is_whole; });
-    if (under_way_ >= 0) {
-      whole_->start(under_way_);
+    const auto is_missing = [&](int64_t next) { return !groups_[static_cast<size_t>(next)].is_whole; };
+    const int64_t next = settings_.mode == Mode::full_shard ? plan_.next_span(phase, position_) : plan_.next(phase, position_, is_missing);
+    if (next >= 0 && is_missing(next)) {
+      under_way_ = next;
+      whole_->start(next);
     }
   }
 }

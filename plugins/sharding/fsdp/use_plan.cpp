@@ -73,6 +73,20 @@ int64_t UsePlan::next(Phase phase, int64_t position, const std::function<bool(in
   return -1;
 }
 
+int64_t UsePlan::next_span(Phase phase, int64_t position) const {
+  const Sequence& known = sequence(phase);
+  int64_t found = -1, begins = 0;
+  for (size_t group = 0; position >= 0 && group < known.spans.size(); ++group) {
+    for (const Span& span : known.spans[group]) {
+      if (span.first > position && (found < 0 || span.first < begins)) {
+        found = static_cast<int64_t>(group);
+        begins = span.first;
+      }
+    }
+  }
+  return found;
+}
+
 std::vector<int64_t> share_slots(const std::vector<std::vector<Span>>& spans) {
   const auto overlap = [&](size_t a, size_t b) {
     for (const Span& one : spans[a]) {

@@ -34,6 +34,8 @@ class UsePlan {
   [[nodiscard]] bool is_last(Phase phase, int64_t position) const;
   /// The first group used after `position` for which `is_wanted`; -1 when there is none.
   [[nodiscard]] int64_t next(Phase phase, int64_t position, const std::function<bool(int64_t group)>& is_wanted) const;
+  /// The group whose span is the first to begin after `position`; -1 when none does. It may be whole now and given back before.
+  [[nodiscard]] int64_t next_span(Phase phase, int64_t position) const;
   /// Spans of each group in a micro-step: one for each pass; one for both when the second follows at once on the first.
   [[nodiscard]] const std::vector<std::vector<Span>>& spans() const { return training_.spans; }
 
