@@ -157,8 +157,9 @@ std::vector<std::string> contract_problems(const KeyContract& contract, const Js
       problems.push_back(format("tensor \"{}\" has shape {}, expected {}", tensor.name, tensor.shape,
                                 wanted->second->shape));
     }
-    if (tensor.dtype != dtype) {
-      problems.push_back(format("tensor \"{}\" is {}, expected {}", tensor.name, tensor.dtype, dtype));
+    const std::string& expected = wanted->second->dtype.empty() ? dtype : wanted->second->dtype;
+    if (tensor.dtype != expected) {
+      problems.push_back(format("tensor \"{}\" is {}, expected {}", tensor.name, tensor.dtype, expected));
     }
     if (const int64_t place = first_not_finite(tensor); place >= 0) {
       problems.push_back(format("tensor \"{}\" is not finite at element {}", tensor.name, place));

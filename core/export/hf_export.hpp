@@ -28,6 +28,7 @@ struct KeyContract {
   struct Tensor {
     std::string name;
     std::vector<int64_t> shape = {};
+    std::string dtype = {};  // of a tensor with a type of its own ("I64", "BOOL"); empty: the export's
   };
   std::vector<Tensor> tensors = {};           // these and no others
   std::vector<std::string> config_keys = {};  // "dflash_config.mask_token_id": must be there and not null

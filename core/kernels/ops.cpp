@@ -1,12 +1,15 @@
 #include "core/kernels/ops.hpp"
 
 #include "core/kernels/block_attention.hpp"
+#include "core/kernels/distill_head.hpp"
 #include "core/kernels/grouped_convolution.hpp"
 #include "core/kernels/head_norm_rope.hpp"
 #include "core/kernels/head_objective.hpp"
 #include "core/kernels/lookup.hpp"
 #include "core/kernels/rms_norm.hpp"
 #include "core/kernels/swiglu.hpp"
+#include "core/kernels/unroll_attention.hpp"
+#include "core/kernels/vocabulary_teacher.hpp"
 
 namespace sf {
 namespace {
@@ -37,6 +40,12 @@ class AtenOps final : public Ops {
   at::Tensor head_objective(const HeadObjective& objective, const RowLoss& loss) override {
     return sf::head_objective(objective, loss);
   }
+
+  at::Tensor unroll_attention(const UnrollAttention& attention) override { return sf::unroll_attention(attention); }
+
+  VocabularyTeaching vocabulary_teacher(const VocabularyTeacher& teacher) override { return sf::vocabulary_teacher(teacher); }
+
+  DistillResult distill_head(const DistillHead& distill) override { return sf::distill_head(distill); }
 
   at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) override { return sf::lookup(table_vx, ids); }
 };

@@ -91,6 +91,7 @@ std::optional<Evaluation> evaluate(Session& session, const SampleSource& source,
                 "evaluate an earlier checkpoint; sf-host doctor looks through target and features");
   }
   result.metrics = ratios(session.runner->metrics());
+  session.algorithm->derive_metrics(result.metrics);
   const auto found = result.metrics.find("acceptance_length");
   SF_CHECK(found != result.metrics.end(), "the algorithm reports no acceptance_length");
   result.acceptance_length = found->second;

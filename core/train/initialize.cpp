@@ -49,6 +49,7 @@ void initialize_weights(const std::vector<UnitSpec>& units, std::vector<Shard>& 
       case Init::normal:
         fill_normal(values.data_ptr<float>(), shard.begin, count, PhiloxStream(seed, "initialize/" + shard.name), spec.init_std);
         break;
+      case Init::target_embedding: continue;  // by the caller, who has the table
       case Init::first_tap: {
         // 1 where the last index but one is 0: the first columns of every block of taps x columns elements.
         SF_CHECK(spec.shape.size() >= 2, "'{}' has no last dimension but one", shard.name);

@@ -4,22 +4,13 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "core/base/error.hpp"
+#include "core/kernels/products.hpp"
 
 namespace sf {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// buffer += grad^T x; in one product when the types agree.
-void add_weight_gradient(GradientSink& sink, const at::Tensor& grad_ro, const at::Tensor& x_ri) {
-  if (sink.buffer.scalar_type() == grad_ro.scalar_type()) {
-    sink.buffer.addmm_(grad_ro.t(), x_ri);
-  } else {
-    sink.buffer.add_(at::mm(grad_ro.t(), x_ri));
-  }
-  sink.touch();
-}
 
 struct Linear : torch::autograd::Function<Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight_oi,
@@ -42,7 +33,8 @@ struct Linear : torch::autograd::Function<Linear> {
       grad_x = at::mm(grad_ro, weight_oi).view(x.sizes());
     }
     if (weight_sink != nullptr) {
-      add_weight_gradient(*weight_sink, grad_ro, x.reshape({-1, weight_oi.size(1)}));
+      add_weight_gradient(weight_sink->buffer, grad_ro, x.reshape({-1, weight_oi.size(1)}));
+      weight_sink->touch();
     }
     if (bias_sink != nullptr) {
       bias_sink->buffer.add_(grad_ro.sum(0, false, bias_sink->buffer.scalar_type()));

@@ -16,6 +16,7 @@
 #include "core/checkpoint/retention.hpp"
 #include "core/checkpoint/save.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/draft_buffers.hpp"
 #include "core/train/evaluate.hpp"
 #include "core/train/metrics.hpp"
 #include "core/train/saved_run.hpp"
@@ -135,6 +136,8 @@ class TrainingRun {
     if (!arguments.init_from.empty()) {
       log_info("weights from {}", restore_weights_from(arguments.init_from, *session_).string());
       optimizer_->reload_masters();
+    } else {
+      make_draft_buffers(*session_, *features_);
     }
   }
 
@@ -197,7 +200,8 @@ class TrainingRun {
       elapsed_logged += seconds_since(window_start);
 
       if (will_log) {
-        const auto metrics = ratios(session_->runner->metrics());
+        auto metrics = ratios(session_->runner->metrics());
+        session_->algorithm->derive_metrics(metrics);
         const auto accept = metrics.find("acceptance_length");
         const double per_update = train_seconds_ / static_cast<double>(progress_.update - first_update);
         const StepLine line{.step = progress_.update,

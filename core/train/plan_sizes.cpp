@@ -35,7 +35,10 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
 
   // A product keeps its input and output until backward; pointwise work between products keeps about as much again.
   const int64_t batch_rows = plan.get<int64_t>("training.batch_size");
-  const int64_t draft_rows = batch_rows * slots_of_sample(plan, description) * std::max<int64_t>(1, description.rows_per_slot);
+  const int64_t rows_of_sample = description.rows_per_token > 0
+                                     ? description.rows_per_token * plan.get<int64_t>("data.max_length")
+                                     : slots_of_sample(plan, description) * std::max<int64_t>(1, description.rows_per_slot);
+  const int64_t draft_rows = batch_rows * rows_of_sample;
   const auto recompute = plan.get<std::vector<std::string>>("training.recompute");
   int64_t parameters = 0, trainable = 0, activation_columns = 0;
   for (const UnitSpec& unit : description.units) {
@@ -86,7 +89,8 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
   if (description.needs_head) {
     // Logits, their exponentials and the gradient; half of it wide where the model is not.
     const int64_t head_rows = description.head_rows_at_most > 0 ? std::min(description.head_rows_at_most, draft_rows) : draft_rows;
-    lines.push_back({"logits (at most)", head_rows * vocab * (facts.bfloat16 ? 12 : 8), format("{} rows x {}", head_rows, count(vocab))});
+    const int64_t columns = description.head_columns > 0 ? description.head_columns : vocab;
+    lines.push_back({"logits (at most)", head_rows * columns * (facts.bfloat16 ? 12 : 8), format("{} rows x {}", head_rows, count(columns))});
   }
   if (held.whole > 0) {
     lines.insert(lines.begin() + 1, {"whole parameters", held.whole, "while their group is in use"});

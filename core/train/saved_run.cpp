@@ -9,6 +9,7 @@
 #include "core/checkpoint/resume.hpp"
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/draft_buffers.hpp"
 
 namespace sf {
 namespace {
@@ -101,6 +102,22 @@ void read_into(const CheckpointReader& checkpoint, const std::string& name, cons
   into.copy_(host);
 }
 
+// Tensors that are not trained; the weights mean nothing without them.
+void restore_buffers(const CheckpointReader& checkpoint, const Session& session) {
+  std::map<std::string, at::Tensor> buffers;
+  for (const BufferSpec& wanted : session.description.buffers) {
+    const SavedTensor& saved = checkpoint.tensor("buffers/" + wanted.name);
+    const auto type = dtype_from_name(saved.dtype);
+    SF_CHECK(type.has_value(), "unknown type {}", saved.dtype);
+    at::Tensor tensor = at::empty(saved.shape, at::TensorOptions().dtype(scalar_type_of(*type)));
+    checkpoint.read("buffers/" + wanted.name, {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()});
+    buffers.emplace(wanted.name, std::move(tensor));
+  }
+  if (!buffers.empty()) {
+    hand_over_buffers(session, buffers, checkpoint.folder().string());
+  }
+}
+
 void refuse_unused(const std::set<std::string>& names, const std::filesystem::path& folder) {
   if (!names.empty()) {
     throw Error(ExitCode::kCheckpoint,
@@ -162,8 +179,21 @@ CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, cons
   SavedTensors saved = copy_to_host(session.sharding->shards(), optimizer);
   request.tensors = std::move(saved.slices);
   request.state.progress.set("update_counts", std::move(saved.update_counts));
+  // Buffers are the same on every rank; the first one saves them.
+  auto kept = std::make_shared<std::pair<std::shared_ptr<const void>, std::vector<at::Tensor>>>();
+  const bool is_first_rank = session.placement.comm == nullptr || session.placement.comm->rank() == 0;
+  for (const auto& [name, tensor] : is_first_rank ? session.algorithm->buffers() : std::map<std::string, at::Tensor>()) {
+    const at::Tensor host = tensor.contiguous();
+    kept->second.push_back(host);
+    request.tensors.push_back({.name = "buffers/" + name,
+                               .dtype = dtype_name(dtype_of(host.scalar_type())),
+                               .global_shape = host.sizes().vec(),
+                               .data = host.const_data_ptr(),
+                               .bytes = host.nbytes()});
+  }
   request.texts = {{.name = "recipe.toml", .text = request.state.recipe}, {.name = "draft_config.json", .text = request.state.draft_config}};
-  request.keep_alive = std::move(saved.keep_alive);
+  kept->first = std::move(saved.keep_alive);
+  request.keep_alive = std::move(kept);
   return request;
 }
 
@@ -179,6 +209,7 @@ RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW&
     throw Error(ExitCode::kCheckpoint, "can't go on from " + checkpoint.folder().string() + ": " + display(continuation.errors),
                 "use the same recipe and features, or start anew from its weights with --init-from " + checkpoint.folder().string());
   }
+  restore_buffers(checkpoint, session);
   read_tensors(checkpoint, session.sharding->shards(), optimizer);
   return progress;
 }
@@ -195,6 +226,7 @@ void restore_weights(const CheckpointReader& checkpoint, Session& session) {
     unused.erase("weights/" + shard.name);
   }
   refuse_unused(unused, checkpoint.folder());
+  restore_buffers(checkpoint, session);
 }
 
 std::filesystem::path restore_weights_from(const std::filesystem::path& folder, Session& session) {
@@ -223,6 +255,14 @@ std::filesystem::path restore_weights_from(const std::filesystem::path& folder, 
     }
     shard.local.copy_(as_tensor(view).reshape({-1}).slice(0, shard.begin, shard.end).view(shard.local.sizes()));
     unused.erase(shard.name);
+  }
+  std::map<std::string, at::Tensor> buffers;
+  for (const BufferSpec& wanted : session.description.buffers) {
+    buffers.emplace(wanted.name, as_tensor(file.at(wanted.name)).clone());
+    unused.erase(wanted.name);
+  }
+  if (!buffers.empty()) {
+    hand_over_buffers(session, buffers, exported.string());
   }
   refuse_unused(unused, folder);
   return folder;

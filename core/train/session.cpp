@@ -48,6 +48,22 @@ int64_t status_bytes(const char* key) {
   return 0;
 }
 
+// Parameters that start as the target's table.
+void copy_target_embedding(Session& session) {
+  at::NoGradGuard no_grad;
+  for (const UnitSpec& unit : session.description.units) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      for (Shard& shard : session.sharding->shards()) {
+        if (parameter.init == Init::target_embedding && shard.name == unit.prefix + parameter.name) {
+          SF_CHECK(session.tables.embedding_vh.defined() && session.tables.embedding_vh.sizes().vec() == parameter.shape,
+                   "'{}' starts as the target's embedding, but its shape is another", shard.name);
+          shard.local.copy_(session.tables.embedding_vh.reshape({-1}).slice(0, shard.begin, shard.end).view(shard.local.sizes()));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Algorithm& algorithm_of(const EngineContext& context) {
@@ -152,6 +168,7 @@ std::unique_ptr<Session> open_session(const EngineContext& context) {
                                           .embedding = session->description.needs_embedding,
                                           .head = session->description.needs_head});
   }
+  copy_target_embedding(*session);
   session->algorithm->bind(session->tables, *session->ops);
   session->sharding->take_tables({session->tables.embedding_vh, session->tables.head_vh});
 

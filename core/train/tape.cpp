@@ -65,6 +65,15 @@ class TapeRunner::Context final : public UnitContext {
     return sf::linear(x, unit_.leaves[weight], unit_.leaves[bias->second], sink(weight), sink(bias->second));
   }
 
+  at::Tensor gradient_buffer(std::string_view name) override {
+    GradientSink* found = sink(place(name));
+    if (found == nullptr || !at::GradMode::is_enabled()) {
+      return {};
+    }
+    found->touch();
+    return found->buffer;
+  }
+
   bool has(std::string_view name) const override { return unit_.by_name.find(name) != unit_.by_name.end(); }
   Ops& ops() override { return ops_; }
   Phase phase() const override { return phase_; }

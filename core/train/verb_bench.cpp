@@ -243,6 +243,9 @@ class StepBench {
  private:
   // All windows in memory before the clock starts.
   void make_windows() {
+    if (session_->description.wants_token_counts) {
+      (void)session_->algorithm->set_token_counts({});  // any vocabulary of the right size does
+    }
     const SampleSource source = random_samples(session_->description, workload_);
     fields_ = std::make_unique<BatchFields>(session_->description,
                                             find_prototype(source, *session_->algorithm, session_->seed, /*evaluating=*/false));

@@ -3,6 +3,7 @@
 #include "core/base/log.hpp"
 #include "core/checkpoint/resume.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/draft_buffers.hpp"
 #include "core/train/evaluate.hpp"
 #include "core/train/saved_run.hpp"
 #include "core/train/verbs.hpp"
@@ -40,6 +41,11 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
     what = checkpoint->folder().string();
     step.update = checkpoint->state().step;
     step.updates_total = checkpoint->state().total_steps;
+  } else if (training != nullptr) {
+    make_draft_buffers(*session, *training);
+  } else if (session->description.wants_token_counts && session->description.buffers_file.empty()) {
+    throw Error(ExitCode::kData, "an untrained draft takes its vocabulary from the training samples, and data.hidden_states_path is not there",
+                "capture the training features, or name a mapping with model.vocab_mapping_path");
   }
   const int64_t max_samples = plan.get<int64_t>("training.eval_max_samples");
   const std::optional<Evaluation> found = evaluate(*session, sample_source(*held_out), step, max_samples);

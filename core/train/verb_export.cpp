@@ -56,6 +56,15 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
     parameters += tensor.numel();
     request.tensors.push_back({.name = wanted.name, .dtype = request.dtype, .shape = saved.shape, .data = tensor.const_data_ptr(), .bytes = tensor.nbytes()});
   }
+  for (const BufferSpec& wanted : spec.buffers) {
+    const std::string type_name = dtype_name(dtype_of(wanted.dtype));
+    request.contract.tensors.push_back({.name = wanted.name, .shape = wanted.shape, .dtype = type_name});
+    const SavedTensor& saved = checkpoint->tensor("buffers/" + wanted.name);
+    at::Tensor tensor = at::empty(saved.shape, at::TensorOptions().dtype(wanted.dtype));
+    checkpoint->read("buffers/" + wanted.name, {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()});
+    kept.push_back(tensor);
+    request.tensors.push_back({.name = wanted.name, .dtype = saved.dtype, .shape = saved.shape, .data = tensor.const_data_ptr(), .bytes = tensor.nbytes()});
+  }
   request.origin.set("run", run_folder.filename().string()).set("step", checkpoint->state().step);
   if (const auto best = read_best(run_folder); best && best->step == checkpoint->state().step) {
     request.origin.set(best->metric, best->score);

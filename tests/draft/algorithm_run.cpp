@@ -51,7 +51,7 @@ std::map<std::string, Ratio> ratios(const TapeRunner& runner) {
 double Ratio::value() const { return !denominator.defined() ? numerator.item<double>() : numerator.item<double>() / std::max(denominator.item<double>(), 1e-12); }
 
 AlgorithmRun::AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const TargetTables& tables,
-                           const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype)
+                           const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype, TapeRunner::Options options)
     : any_(algorithm), description_(algorithm.describe(facts)) {
   const Placement placement{at::kCPU, dtype};
   sharding_.build(description_.units, placement);
@@ -68,18 +68,25 @@ AlgorithmRun::AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const 
     units.push_back(&any_.unit(static_cast<int64_t>(i)));
   }
   any_.bind(tables, cpu_ops());
-  runner_ = std::make_unique<TapeRunner>(units, description_.units, sharding_, cpu_ops(), placement, TapeRunner::Options{});
+  runner_ = std::make_unique<TapeRunner>(units, description_.units, sharding_, cpu_ops(), placement, std::move(options));
 }
 
 Batch AlgorithmRun::batch(const std::map<std::string, at::Tensor>& tensors) {
+  std::vector<int64_t> indices;
+  for (int64_t i = 0; i < tensors.at("input_ids").size(0); ++i) {
+    indices.push_back(i);
+  }
+  return batch(tensors, std::move(indices));
+}
+
+Batch AlgorithmRun::batch(const std::map<std::string, at::Tensor>& tensors, std::vector<int64_t> sample_indices) {
   Batch made;
   made.tensors = tensors;
   made.rows = tensors.at("input_ids").size(0);
   made.tokens = tensors.at("input_ids").size(1);
-  made.slots = tensors.at("anchors").size(1);
-  for (int64_t i = 0; i < made.rows; ++i) {
-    made.sample_indices.push_back(i);
-  }
+  const auto anchors = tensors.find("anchors");
+  made.slots = anchors == tensors.end() ? 0 : anchors->second.size(1);
+  made.sample_indices = std::move(sample_indices);
   any_.finish(made);
   return made;
 }

@@ -27,16 +27,20 @@ struct StepOutcome {
   at::Tensor rows;                                // output of the last unit but one in the last micro-step: the last block's rows
 
   [[nodiscard]] double metric(const std::string& name) const { return metrics.at(name).value(); }
+  [[nodiscard]] double numerator_of(const std::string& name) const { return metrics.at(name).numerator.item<double>(); }
+  [[nodiscard]] double denominator_of(const std::string& name) const { return metrics.at(name).denominator.item<double>(); }
 };
 
 class AlgorithmRun {
  public:
   /// Weights not in `weights` keep what describe() says, drawn from a fixed seed. The algorithm outlives the run.
   AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const TargetTables& tables, const std::map<std::string, at::Tensor>& weights,
-               at::ScalarType dtype);
+               at::ScalarType dtype, TapeRunner::Options options = {});
 
   /// A batch as the loader would hand it over: the fields that the algorithm reads and those that prepare() leaves. finish() is called here.
   [[nodiscard]] Batch batch(const std::map<std::string, at::Tensor>& tensors);
+  /// The same with the samples that its rows are; -1 for a dead one.
+  [[nodiscard]] Batch batch(const std::map<std::string, at::Tensor>& tensors, std::vector<int64_t> sample_indices);
 
   /// One window over these micro-batches.
   StepOutcome train(const std::vector<Batch>& batches, const StepInfo& step = {});

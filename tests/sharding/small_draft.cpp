@@ -26,6 +26,9 @@ struct NoOps final : Ops {
   at::Tensor grouped_convolution(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) override { none(); }
   at::Tensor block_attention(const BlockAttention&) override { none(); }
   at::Tensor head_objective(const HeadObjective&, const RowLoss&) override { none(); }
+  at::Tensor unroll_attention(const UnrollAttention&) override { none(); }
+  VocabularyTeaching vocabulary_teacher(const VocabularyTeacher&) override { none(); }
+  DistillResult distill_head(const DistillHead&) override { none(); }
   at::Tensor lookup(const at::Tensor&, const at::Tensor&) override { none(); }
 };
 

@@ -26,6 +26,9 @@ struct NoOps final : sf::Ops {
   at::Tensor grouped_convolution(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) override { none(); }
   at::Tensor block_attention(const sf::BlockAttention&) override { none(); }
   at::Tensor head_objective(const sf::HeadObjective&, const sf::RowLoss&) override { none(); }
+  at::Tensor unroll_attention(const sf::UnrollAttention&) override { none(); }
+  sf::VocabularyTeaching vocabulary_teacher(const sf::VocabularyTeacher&) override { none(); }
+  sf::DistillResult distill_head(const sf::DistillHead&) override { none(); }
   at::Tensor lookup(const at::Tensor&, const at::Tensor&) override { none(); }
 };
 
@@ -419,4 +422,40 @@ TEST_CASE("tape: a frozen parameter gets no gradient and lets gradient through")
   CHECK(found[0].abs().sum().item<float>() > 0);
   CHECK_FALSE(found[1].defined());
   CHECK(bench.runner->never_touched().empty());
+}
+
+TEST_CASE("tape: a gradient that is formed going forward is added to its buffer once a use, and nowhere while evaluating") {
+  Bench bench;
+  bool had_buffer = false;
+  // y = sum(w * x) with d/dw = x written at once; autograd sees only x.
+  bench.add("a", {weight("w.weight", {3})}, [&](sf::UnitContext& context, const Tensors& in) -> Tensors {
+    const at::Tensor w = context.parameter("w.weight").detach();
+    at::Tensor buffer = context.gradient_buffer("w.weight");
+    had_buffer = buffer.defined();
+    if (had_buffer) {
+      buffer.add_(in[0].detach());
+    }
+    return {at::mul(in[0], w).sum()};
+  });
+  bench.add("source", {weight("v.weight", {3})}, [](sf::UnitContext& context, const Tensors&) -> Tensors { return {context.parameter("v.weight").mul(2)}; });
+  for (const bool recomputes : {false, true}) {
+    bench.open(recomputes ? std::vector<std::string>{"a"} : std::vector<std::string>{});
+    bench.runner->begin_micro_step();
+    const auto x = bench.runner->run(1, {});
+    bench.runner->add_loss(bench.runner->run(0, {x[0]})[0]);
+    bench.runner->add_loss(bench.runner->run(0, {x[0]})[0]);
+    CHECK(had_buffer == !recomputes);
+    bench.runner->backward(true);
+    CHECK(had_buffer);
+    const Tensors found = bench.sharding.end_window();
+    CHECK(at::equal(found[0], x[0].tensor().detach().mul(2)));
+    CHECK(at::equal(found[1], bench.parameter(0).detach().mul(4)));
+    CHECK(bench.runner->never_touched().empty());
+  }
+  at::NoGradGuard no_grad;
+  bench.runner->begin_evaluation({});
+  bench.runner->begin_micro_step();
+  (void)bench.runner->run(0, {bench.runner->run(1, {})[0]});
+  CHECK_FALSE(had_buffer);
+  bench.runner->end_evaluation();
 }

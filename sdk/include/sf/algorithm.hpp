@@ -52,6 +52,24 @@ struct BatchField {
 
 enum class Pooling { window, micro, mean };  // how numerators and denominators of a window pool
 
+/// A tensor that belongs to a draft and is not trained: saved with checkpoints and exported, the same on every rank.
+struct BufferSpec {
+  std::string name;
+  std::vector<int64_t> shape;
+  at::ScalarType dtype = at::ScalarType::Long;
+};
+
+/// How often a token stands at supervised positions of the training samples.
+struct TokenCount {
+  int64_t token = 0, count = 0;
+};
+
+/// One line for the user.
+struct Remark {
+  std::string text;
+  bool is_warning = false;
+};
+
 struct Description {
   std::vector<UnitSpec> units;
   std::vector<FeatureRead> reads;
@@ -62,6 +80,11 @@ struct Description {
   int64_t rows_per_slot = 0;          // draft rows per slot (block size), for size estimates
   int64_t drafted_tokens = 0;         // tokens drafted after a known one, what the bigram baseline drafts, too; 0: rows_per_slot - 1
   int64_t head_rows_at_most = 0;      // rows whose logits exist at the same time, for size estimates; 0: all draft rows
+  int64_t rows_per_token = 0;         // draft rows per token of a sample, instead of slots; for size estimates
+  int64_t head_columns = 0;           // width of the draft's own head, for size estimates; 0: the target's vocabulary
+  std::vector<BufferSpec> buffers;
+  bool wants_token_counts = false;    // buffers are made from set_token_counts() when there is no buffers_file and no checkpoint
+  std::string buffers_file;           // a safetensors or torch.save file that holds the buffers; empty: none
   bool needs_embedding = true;        // frozen tables of the target
   bool needs_head = true;
   std::string draft_config_json;      // the resolved configuration; checkpoints and exports carry it
@@ -102,6 +125,7 @@ struct ExportSpec {
   std::string config_json;                           // for config.json
   std::vector<std::string> required_config_keys;     // dotted: "dflash_config.mask_token_id"
   std::vector<ParameterSpec> tensors;                // full names and shapes that the engine reads
+  std::vector<BufferSpec> buffers;                   // likewise, in their own type
   std::string engine_note;                           // one line for the user: what serves it
 };
 
@@ -114,6 +138,15 @@ class Algorithm {
   virtual Unit& unit(int64_t index) = 0;
   /// Frozen tables and the device; called once before the first batch. [main]
   virtual void bind(const TargetTables& tables, Ops& ops) = 0;
+  /// Makes the buffers from the training samples: tokens in the order in which they first appear, samples in their order, each sample's tokens
+  /// ascending. Once, before the first batch, unless set_buffers was called. Returns what became of them. [main]
+  virtual Remark set_token_counts(const std::vector<TokenCount>&) { return {}; }
+  /// The buffers of a checkpoint or a file, by name, on the CPU; `source` for messages. Checked: throws sf::Error (data). After bind. [main]
+  virtual void set_buffers(const std::map<std::string, at::Tensor>&, const std::string& source) { (void)source; }
+  /// All of Description::buffers by name, on the CPU; empty before they are made. [main]
+  virtual std::map<std::string, at::Tensor> buffers() const { return {}; }
+  /// Adds figures that are no ratio of sums but a function of some. [main]
+  virtual void derive_metrics(std::map<std::string, double>&) const {}
   /// Content checks and what is drawn per sample (anchors, label rows). Returns why the sample can't be used, empty when it can. [data]
   virtual std::string prepare(Sample& sample, const SampleContext& context) = 0;
   /// After stacking: whatever spans rows of the batch (row lists). Host tensors. [data]

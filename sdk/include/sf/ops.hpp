@@ -69,6 +69,59 @@ struct HeadObjective {
   std::vector<at::Tensor> parameters;  // other tensors that the callback's result depends on and that want gradient
 };
 
+/// A draft unrolled over its own output (EAGLE3): use x of a block sees the keys of the first use causally, and of each later use only its own row.
+struct UnrollAttention {
+  at::Tensor query_bsne;                            // of this use, rope applied
+  at::Tensor key_bsme, value_bsme;                  // of the first use: row i sees those at rows <= i
+  std::vector<at::Tensor> extra_keys_bsme;          // of later uses, this one included: row i sees row i alone
+  std::vector<at::Tensor> extra_values_bsme;
+  double scale = 0.0;
+};
+
+/// The target's head over rows of its states, for a draft whose vocabulary is part of the target's.
+struct VocabularyTeacher {
+  at::Tensor hidden_rh;            // the target's states, as its head takes them
+  at::Tensor head_vh;              // frozen, same type
+  at::Tensor kept_w, kept_host_w;  // int64, ascending: the draft's tokens, on the device and on the host; both undefined: all
+  int64_t chunk_columns = 0;       // tokens at a time; 0: as the device likes
+};
+
+struct VocabularyTeaching {
+  at::Tensor argmax_r;             // int64, over the whole vocabulary, the lowest token among equals
+  at::Tensor log_sum_exp_r;        // wide, over the whole vocabulary
+  at::Tensor kept_log_sum_exp_r;   // wide, over the draft's tokens
+  at::Tensor kept_logits_rw;       // in the type of the states, rounded as the product rounds them
+};
+
+/// kl: cross-entropy sum over rows / divisor. alpha: minus the mean of log A (0 where A is 0). lambda: w kl + (1 - w) (1 - mean A) with
+/// w = kl_scale exp(-kl_decay mean A), which carries no gradient. A = sum over tokens of min(teacher's true probability, draft's): what speculative
+/// sampling accepts (LK losses). Means are over rows with mask.
+enum class DistillLoss { kl, alpha, lambda };
+
+/// A trainable head that learns a teacher's distribution, in row chunks: nothing of size r x w but the teacher's logits outlives a chunk.
+struct DistillHead {
+  at::Tensor hidden_rh;                   // the head's input rows
+  at::Tensor head_wh;                     // trainable, same type; its gradient goes to head_gradient_wh, not through autograd
+  at::Tensor head_gradient_wh;            // added to in the forward pass; undefined: no gradient of the head
+  at::Tensor teacher_logits_rw;           // any float type; the target distribution is their softmax
+  at::Tensor teacher_kept_log_sum_exp_r;  // their own log-sum-exp ...
+  at::Tensor teacher_log_sum_exp_r;       // ... and the whole vocabulary's
+  at::Tensor mask_r;                      // 0 or 1; a row with 0 gives nothing, exactly
+  at::Tensor divisor;                     // scalar, of the cross-entropy's sum
+  at::Tensor factor;                      // scalar, of the loss: seed and weight
+  DistillLoss loss = DistillLoss::kl;
+  double kl_scale = 1.0, kl_decay = 1.0;  // of lambda
+  int64_t chunk_rows = 2048;
+};
+
+struct DistillResult {
+  at::Tensor loss;          // scalar, factor included
+  at::Tensor step_loss;     // scalar without factor and gradient
+  at::Tensor acceptance;    // scalar, mean of A
+  at::Tensor acceptance_r;  // A of each row
+  at::Tensor argmax_r;      // int64, the head's best token, lowest among equals
+};
+
 /// Turns a chunk into the sum of its loss contributions, float32, seed included: a scalar. Called once per chunk, in row order.
 using RowLoss = std::function<at::Tensor(const HeadRows&)>;
 
@@ -103,6 +156,16 @@ class Ops {
   /// pass (4 FLOP per weight and row; nothing of size rows x v outlives the chunk). While gradients are recorded the callback's result is
   /// differentiated at once: its gradient is taken to be 1, as Runner::add_loss promises. Returns the sum over chunks, a scalar float32.
   virtual at::Tensor head_objective(const HeadObjective&, const RowLoss&) = 0;
+
+  /// Causal attention plus one key per row of each later use, one softmax over both. No mask of size s x s outlives a row chunk. Returns [b, s, n, e].
+  virtual at::Tensor unroll_attention(const UnrollAttention&) = 0;
+
+  /// Arg-max and log-sum-exp over the target's vocabulary and the logits of the draft's tokens, streamed: no float32 tensor of rows x v. No gradient.
+  virtual VocabularyTeaching vocabulary_teacher(const VocabularyTeacher&) = 0;
+
+  /// Loss of a trainable head against a teacher. While gradients are recorded both gradients are formed in this call, as head_objective does: the
+  /// result's gradient is taken to be 1, as Runner::add_loss promises. 6 FLOP per weight and row; lambda 8.
+  virtual DistillResult distill_head(const DistillHead&) = 0;
 
   /// table_vx[ids] whose gradient sorts by id and adds segment by segment: the same bits every run.
   virtual at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) = 0;

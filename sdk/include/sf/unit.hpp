@@ -18,7 +18,13 @@ namespace sf {
 
 enum class Phase { forward, backward, evaluate };
 
-enum class Init { zeros, ones, normal, first_tap };  // first_tap: 1 where the last index but one is 0, else 0
+enum class Init {
+  zeros,
+  ones,
+  normal,
+  first_tap,        // 1 where the last index but one is 0, else 0
+  target_embedding  // a copy of the target's table
+};
 
 struct ParameterSpec {
   std::string name;              // below the unit's prefix: "self_attn.q_proj.weight"
@@ -43,6 +49,9 @@ class UnitContext {
   virtual const at::Tensor& parameter(std::string_view name) = 0;
   /// x @ W^T (+ bias when the unit has NAME.bias). x [..., in] -> [..., out]. Its weight gradient goes straight into the gradient buffer.
   virtual at::Tensor linear(std::string_view name, const at::Tensor& x) = 0;
+  /// Where an operation that forms a parameter's gradient in its forward pass adds it (Ops::distill_head); then nothing of it may go through autograd.
+  /// Undefined while nothing is recorded and for a frozen parameter. Once a forward.
+  virtual at::Tensor gradient_buffer(std::string_view name) = 0;
   virtual bool has(std::string_view name) const = 0;
   virtual Ops& ops() = 0;
   virtual Phase phase() const = 0;
