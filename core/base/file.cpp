@@ -61,6 +61,31 @@ class Descriptor {
   int number_;
 };
 
+// A file that is open for reading, and its size; a folder is refused.
+class ReadableFile {
+ public:
+  ReadableFile(const std::filesystem::path& path, ExitCode code) : file_(open(path.c_str(), O_RDONLY | O_CLOEXEC)) {
+    if (file_.number() < 0) {
+      fail(code, "opening", path);
+    }
+    struct stat info {};
+    if (fstat(file_.number(), &info) != 0) {
+      fail(code, "reading", path);
+    }
+    if (S_ISDIR(info.st_mode)) {
+      errno = EISDIR;
+      fail(code, "reading", path);
+    }
+    bytes_ = static_cast<std::size_t>(std::max<off_t>(info.st_size, 0));
+  }
+  [[nodiscard]] int number() const { return file_.number(); }
+  [[nodiscard]] std::size_t bytes() const { return bytes_; }  // 0 for a pipe
+
+ private:
+  Descriptor file_;
+  std::size_t bytes_ = 0;
+};
+
 void write_all(int descriptor, std::string_view bytes, ExitCode code, const std::filesystem::path& path) {
   while (!bytes.empty()) {
     ssize_t written = write(descriptor, bytes.data(), bytes.size());
@@ -77,15 +102,8 @@ void write_all(int descriptor, std::string_view bytes, ExitCode code, const std:
 }  // namespace
 
 std::string read_file(const std::filesystem::path& path, ExitCode code) {
-  Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.number() < 0) {
-    fail(code, "opening", path);
-  }
-  struct stat info {};
-  if (fstat(file.number(), &info) != 0) {
-    fail(code, "reading", path);
-  }
-  std::string out(static_cast<std::size_t>(std::max<off_t>(info.st_size, 0)), '\0');
+  ReadableFile file(path, code);
+  std::string out(file.bytes(), '\0');
   std::size_t filled = 0;
   for (;;) {
     if (filled == out.size()) {
@@ -153,19 +171,8 @@ std::uint64_t free_bytes(const std::filesystem::path& path) {
 }
 
 MappedFile::MappedFile(const std::filesystem::path& path, ExitCode code) {
-  Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  if (file.number() < 0) {
-    fail(code, "opening", path);
-  }
-  struct stat info {};
-  if (fstat(file.number(), &info) != 0) {
-    fail(code, "reading", path);
-  }
-  if (S_ISDIR(info.st_mode)) {
-    errno = EISDIR;
-    fail(code, "reading", path);
-  }
-  size_ = static_cast<std::size_t>(info.st_size);
+  ReadableFile file(path, code);
+  size_ = file.bytes();
   if (size_ == 0) {
     return;
   }

@@ -84,12 +84,6 @@ std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row[b.size()];
 }
 
-std::string with_decimals(double value, int decimals) {
-  std::array<char, 64> buffer{};
-  int length = std::snprintf(buffer.data(), buffer.size(), "%.*f", decimals, value);
-  return {buffer.data(), static_cast<std::size_t>(length)};
-}
-
 // Number and unit of "12.5 MiB".
 bool split_number(std::string_view text, double& number, std::string_view& unit) {
   text = trim(text);
@@ -102,6 +96,12 @@ bool split_number(std::string_view text, double& number, std::string_view& unit)
 }
 
 }  // namespace
+
+std::string format_fixed(double value, int digits) {
+  std::array<char, 512> buffer{};  // the largest double has 309 digits before the point
+  int length = std::snprintf(buffer.data(), buffer.size(), "%.*f", digits, value);
+  return {buffer.data(), std::min(static_cast<std::size_t>(length), buffer.size() - 1)};
+}
 
 std::string did_you_mean(std::string_view name, const std::vector<std::string>& candidates) {
   std::string best;
@@ -124,7 +124,7 @@ std::string human_bytes(std::uint64_t bytes) {
     value /= 1024;
     ++unit;
   }
-  return with_decimals(value, unit == 0 ? 0 : 1) + " " + kUnits[unit];
+  return format_fixed(value, unit == 0 ? 0 : 1) + " " + kUnits[unit];
 }
 
 std::string human_count(std::uint64_t count) {
@@ -135,13 +135,7 @@ std::string human_count(std::uint64_t count) {
     value /= 1000;
     ++unit;
   }
-  return with_decimals(value, unit == 0 ? 0 : 1) + kUnits[unit];
-}
-
-std::string format_fixed(double value, int digits) {
-  char text[64];
-  std::snprintf(text, sizeof text, "%.*f", digits, value);
-  return text;
+  return format_fixed(value, unit == 0 ? 0 : 1) + kUnits[unit];
 }
 
 std::string human_duration(double seconds) {
@@ -149,7 +143,7 @@ std::string human_duration(double seconds) {
     return "unknown";
   }
   if (seconds < 9.95) {
-    return with_decimals(seconds, 1) + " s";
+    return format_fixed(seconds, 1) + " s";
   }
   auto whole = static_cast<std::int64_t>(std::llround(seconds));
   auto two = [](std::int64_t value) { return (value < 10 ? "0" : "") + std::to_string(value); };

@@ -1,6 +1,7 @@
 // The verb `eval`: a checkpoint, or the untrained draft, on held-out features.
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
+#include "core/base/text.hpp"
 #include "core/checkpoint/resume.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/draft_buffers.hpp"
@@ -59,22 +60,17 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
   json.set("checkpoint", what);
   json.set("features", path.string());
   log_info("{} on {} ({} samples, {})", what, path.string(), evaluation.samples, human_duration(evaluation.seconds));
-  const auto number = [](double value) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.4f", value);
-    return std::string(text);
-  };
-  log_info("loss {}  acceptance length {}", number(evaluation.loss), number(evaluation.acceptance_length));
+  log_info("loss {}  acceptance length {}", format_fixed(evaluation.loss, 4), format_fixed(evaluation.acceptance_length, 4));
 
   if (training != nullptr) {
     const Description& description = session->description;
     const int64_t block_tokens = 1 + (description.drafted_tokens > 0 ? description.drafted_tokens : description.rows_per_slot - 1);
     const double baseline = BigramBaseline(*training).acceptance_length(*held_out, block_tokens, session->batch_shape.max_tokens, max_samples);
     json.set("bigram_acceptance_length", baseline);
-    log_info("bigram baseline (next token that most often followed in the training text): acceptance length {}", number(baseline));
+    log_info("bigram baseline (next token that most often followed in the training text): acceptance length {}", format_fixed(baseline, 4));
   }
   for (const auto& [name, value] : evaluation.metrics) {
-    log_debug("  {} {}", name, number(value));
+    log_debug("  {} {}", name, format_fixed(value, 4));
   }
   return json;
 }
