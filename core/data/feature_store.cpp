@@ -88,10 +88,11 @@ void cut(TensorView& view, int64_t tokens) {
 
 constexpr const char* kAgainHint = "capture the features again, or take the file out of the folder";
 constexpr const char* kCaptureAgainHint = "capture the features again";
-// Training, evaluation and doctor open features alike; the folder's name in the message says which it is.
-constexpr const char* kNamedByHint =
-    "sf-host capture makes one; data.hidden_states_path names those to train on, "
-    "data.eval_hidden_states_path or eval --features those to evaluate on";
+
+std::string named_by_hint(const FeatureNeeds& needs) {
+  return needs.named_by.empty() ? "sf-host capture makes such a folder"
+                                : format("let {} name a folder that sf-host capture made, or one with .ckpt files", needs.named_by);
+}
 
 // Our format: all shards mapped, a table of records over them.
 class ShardedStore final : public FeatureStore {
@@ -341,8 +342,7 @@ int64_t first_not_finite(Dtype dtype, std::span<const std::byte> bytes) {
 std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& folder,
                                                  const FeatureNeeds& needs) {
   if (!std::filesystem::is_directory(folder)) {
-    throw Error(ExitCode::kData, format("{}: there is no such folder of features", folder),
-                kNamedByHint);
+    throw Error(ExitCode::kData, format("{}: there is no such folder of features", folder), named_by_hint(needs));
   }
   std::unique_ptr<FeatureStore> store;
   if (std::filesystem::exists(folder / kManifestName)) {
@@ -356,7 +356,7 @@ std::unique_ptr<FeatureStore> FeatureStore::open(const std::filesystem::path& fo
       throw Error(ExitCode::kData,
                   format("{}: there are no features in this folder: no {}, no *.ckpt, no *.ckpt.gz", folder,
                          kManifestName),
-                  kNamedByHint);
+                  named_by_hint(needs));
     }
     store = std::make_unique<TorchFolderStore>(folder, std::move(files), needs);
   }

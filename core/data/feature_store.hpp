@@ -33,6 +33,7 @@ struct FeatureNeeds {
   int64_t max_length = 0;               // longer records keep their head; 0: no limit
   std::string target_fingerprint = {};  // compared with the manifest's; empty: not compared
   bool verify_checksums = false;        // read every shard once and compare its SHA-256
+  std::string named_by = {};            // what named the folder, for an advice: "data.hidden_states_path", "--features"
 };
 
 /// Reading is thread-safe.

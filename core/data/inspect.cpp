@@ -105,6 +105,7 @@ std::string inspect_features(const FeatureInspection& what) {
   std::string features;
   FeatureNeeds needs;
   if (std::filesystem::is_directory(what.folder)) needs = offered(what, features);
+  needs.named_by = what.named_by;
   const auto store = FeatureStore::open(what.folder, needs);
   int64_t tokens = 0;
   int64_t unusable = 0;

@@ -27,6 +27,7 @@ struct FeatureInspection {
   int64_t vocab_size = 0;
   int64_t max_length = 0;
   std::string target_fingerprint;  // empty: not compared
+  std::string named_by;            // the key that names the folder, for an advice
 };
 
 /// Reads every record and every checksum: "462 records, 46.1 k tokens, hidden_states 2880 (BF16, layers [1,

@@ -11,7 +11,7 @@ constexpr ExitCode kUsage = ExitCode::kUsage;
 constexpr ExitCode kPlugin = ExitCode::kPlugin;
 
 // clang-format off
-constexpr std::array<ProblemKind, 54> kProblems = {{
+constexpr std::array<ProblemKind, 56> kProblems = {{
     {"recipe/not-readable", kUsage, "the recipe or its base can't be read"},
     {"recipe/syntax", kUsage, "the recipe is not valid TOML"},
     {"recipe/include-cycle", kUsage, "a recipe includes itself, directly or through others"},
@@ -24,6 +24,8 @@ constexpr std::array<ProblemKind, 54> kProblems = {{
     {"recipe/out-of-range", kUsage, "the number is outside the option's range"},
     {"recipe/bad-form", kUsage, "the text is not of the form that the option asks for"},
     {"recipe/bad-draft-config", kUsage, "model.draft_model_config is not there or is no JSON object"},
+    {"draft/bad-config", kUsage, "a value of the draft's configuration, or one that it is made from, can't be used"},
+    {"recipe/not-offered", kUsage, "an option for a plugin of the stack is set, and none of them acts on it"},
     {"recipe/renamed-key", kUsage, "a warning: the key still works under its old name"},
     {"recipe/deprecated", kUsage, "a warning: the option will go"},
     {"plugin/bad-path", kPlugin, "a plugin folder is relative or not there"},

@@ -12,7 +12,7 @@ namespace {
 // Reads keys and collects what is wrong, so that a user sees all of it at once.
 class Reader {
  public:
-  explicit Reader(const Json& config) : config_(config) {}
+  Reader(const Json& config, ConfigProblems& problems) : config_(config), problems_(problems) {}
 
   const Json* present(const char* key) const {
     const Json* value = config_.find(key);
@@ -23,12 +23,12 @@ class Reader {
     const Json* value = present(key);
     if (value == nullptr) {
       if (!fallback) {
-        complain(std::string("\"") + key + "\" is missing, a positive integer expected");
+        complain(key, std::string("\"") + key + "\" is missing, a positive integer expected");
       }
       return fallback.value_or(1);
     }
     if (!value->is_int() || value->as_int() < 1) {
-      complain(std::string("\"") + key + "\" is " + value->dump() + ", a positive integer expected");
+      complain(key, std::string("\"") + key + "\" is " + value->dump() + ", a positive integer expected");
       return fallback.value_or(1);
     }
     return value->as_int();
@@ -40,7 +40,7 @@ class Reader {
       return fallback;
     }
     if (!value->is_number() || !(value->as_double() >= 0)) {
-      complain(std::string("\"") + key + "\" is " + value->dump() + ", a number that is not negative expected");
+      complain(key, std::string("\"") + key + "\" is " + value->dump() + ", a number that is not negative expected");
       return fallback;
     }
     return value->as_double();
@@ -52,28 +52,17 @@ class Reader {
       return fallback;
     }
     if (!value->is_bool()) {
-      complain(std::string("\"") + key + "\" is " + value->dump() + ", true or false expected");
+      complain(key, std::string("\"") + key + "\" is " + value->dump() + ", true or false expected");
       return fallback;
     }
     return value->as_bool();
   }
 
-  void complain(const std::string& text) { problems_.push_back(text); }
-
-  void finish() const {
-    if (problems_.empty()) {
-      return;
-    }
-    std::string text = "the draft's configuration can't be used";
-    for (const std::string& problem : problems_) {
-      text += "\n  " + problem;
-    }
-    throw Error(ExitCode::kUsage, text, "correct model.draft_model_config");
-  }
+  void complain(const std::string& key, const std::string& text) { problems_.add(key, text); }
 
  private:
   const Json& config_;
-  std::vector<std::string> problems_;
+  ConfigProblems& problems_;
 };
 
 std::vector<bool> layer_kinds(Reader& reader, int64_t layers) {
@@ -90,7 +79,7 @@ std::vector<bool> layer_kinds(Reader& reader, int64_t layers) {
     return sliding;
   }
   if (!types->is_array() || static_cast<int64_t>(types->size()) != layers) {
-    reader.complain("\"layer_types\" has " + std::to_string(types->size()) + " entries, num_hidden_layers is " + std::to_string(layers));
+    reader.complain("layer_types", "\"layer_types\" has " + std::to_string(types->size()) + " entries, num_hidden_layers is " + std::to_string(layers));
     return sliding;
   }
   for (size_t i = 0; i < types->size(); ++i) {
@@ -98,7 +87,7 @@ std::vector<bool> layer_kinds(Reader& reader, int64_t layers) {
     if (kind == Json("sliding_attention")) {
       sliding[i] = true;
     } else if (!(kind == Json("full_attention"))) {
-      reader.complain("\"layer_types\"[" + std::to_string(i) + "] is " + kind.dump() + ", \"full_attention\" or \"sliding_attention\" expected");
+      reader.complain("layer_types", "\"layer_types\"[" + std::to_string(i) + "] is " + kind.dump() + ", \"full_attention\" or \"sliding_attention\" expected");
     }
   }
   return sliding;
@@ -134,11 +123,18 @@ int64_t vocabulary_size(const Json& config) {
 }
 
 DraftConfig read_draft_config(const Json& config, RopeRounding rounding) {
-  Reader reader(config);
+  ConfigProblems problems;
+  DraftConfig result = read_draft_config(config, rounding, problems);
+  problems.finish();
+  return result;
+}
+
+DraftConfig read_draft_config(const Json& config, RopeRounding rounding, ConfigProblems& problems) {
+  Reader reader(config, problems);
   DraftConfig result;
   const Json* architectures = reader.present("architectures");
   if (architectures == nullptr || !architectures->is_array() || architectures->size() != 1 || !architectures->at(size_t{0}).is_string()) {
-    reader.complain("\"architectures\" must be a list of one name");
+    reader.complain("architectures", "\"architectures\" must be a list of one name");
   } else {
     result.architecture = architectures->at(size_t{0}).as_string();
   }
@@ -149,16 +145,16 @@ DraftConfig read_draft_config(const Json& config, RopeRounding rounding) {
   result.kv_heads = reader.positive("num_key_value_heads", result.heads);
   result.vocab_size = reader.positive("vocab_size");
   if (reader.present("head_dim") == nullptr && result.hidden_size % result.heads != 0) {
-    reader.complain("\"hidden_size\" " + std::to_string(result.hidden_size) + " does not divide by " + std::to_string(result.heads) +
+    reader.complain("hidden_size", "\"hidden_size\" " + std::to_string(result.hidden_size) + " does not divide by " + std::to_string(result.heads) +
                     " heads and there is no \"head_dim\"");
   }
   result.head_dim = reader.positive("head_dim", std::max<int64_t>(1, result.hidden_size / result.heads));
   if (result.heads % result.kv_heads != 0) {
-    reader.complain("\"num_attention_heads\" " + std::to_string(result.heads) + " is no multiple of \"num_key_value_heads\" " +
+    reader.complain("num_attention_heads", "\"num_attention_heads\" " + std::to_string(result.heads) + " is no multiple of \"num_key_value_heads\" " +
                     std::to_string(result.kv_heads));
   }
   if (result.head_dim % 2 != 0) {
-    reader.complain("\"head_dim\" is " + std::to_string(result.head_dim) + "; rotary positions need an even one");
+    reader.complain("head_dim", "\"head_dim\" is " + std::to_string(result.head_dim) + "; rotary positions need an even one");
   }
   result.rms_norm_eps = reader.number("rms_norm_eps", 1e-6);
   result.initializer_range = reader.number("initializer_range", 0.02);
@@ -168,17 +164,17 @@ DraftConfig read_draft_config(const Json& config, RopeRounding rounding) {
   }
   const Json* activation = reader.present("hidden_act");
   if (activation != nullptr && !(*activation == Json("silu"))) {
-    reader.complain("\"hidden_act\" is " + activation->dump() + ", only \"silu\" is known");
+    reader.complain("hidden_act", "\"hidden_act\" is " + activation->dump() + ", only \"silu\" is known");
   }
   if (reader.number("attention_dropout", 0) != 0) {
-    reader.complain("\"attention_dropout\" is not 0; drafts are trained without dropout");
+    reader.complain("attention_dropout", "\"attention_dropout\" is not 0; drafts are trained without dropout");
   }
   result.sliding = layer_kinds(reader, result.layers);
   for (const bool slides : result.sliding) {
     if (slides) {
       const Json* window = reader.present("sliding_window");
       if (window == nullptr || !window->is_int() || window->as_int() < 1) {
-        reader.complain(std::string("\"sliding_window\" is ") + (window == nullptr ? "missing" : window->dump()) +
+        reader.complain("sliding_window", std::string("\"sliding_window\" is ") + (window == nullptr ? "missing" : window->dump()) +
                         ", a sliding layer needs a positive number of tokens");
       } else {
         result.sliding_window = window->as_int();
@@ -186,8 +182,13 @@ DraftConfig read_draft_config(const Json& config, RopeRounding rounding) {
       break;
     }
   }
-  reader.finish();
-  result.rope = rope_from_config(config, result.head_dim, rounding);
+  if (!problems.is_bad("head_dim")) {
+    try {
+      result.rope = rope_from_config(config, result.head_dim, rounding);
+    } catch (const Error& error) {
+      problems.add("rope_scaling", error.what(), error.hint());
+    }
+  }
   return result;
 }
 

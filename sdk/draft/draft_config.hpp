@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "sdk/draft/config_problems.hpp"
 #include "sdk/draft/rope.hpp"
 #include "sf/json.hpp"
 
@@ -29,7 +30,9 @@ struct DraftConfig {
   [[nodiscard]] bool causal(int64_t layer) const { return is_causal.value_or(sliding[static_cast<size_t>(layer)]); }
 };
 
-/// Reads and checks; throws sf::Error (usage) with everything that is wrong, one line for each.
+/// Reads and checks; adds everything that is wrong to `problems`, and a value that can't be read is 1 or its default then.
+[[nodiscard]] DraftConfig read_draft_config(const Json& config, RopeRounding rounding, ConfigProblems& problems);
+/// The same; throws sf::Error (usage) with everything that is wrong.
 [[nodiscard]] DraftConfig read_draft_config(const Json& config, RopeRounding rounding);
 
 /// A draft configuration in the target's shape: its sizes, norm and rope, `layers` full-attention layers. `target` may nest them in text_config.

@@ -318,14 +318,19 @@ TEST_CASE("feature store: a loss mask of anything but 0 and 1 is refused by reco
         "shard-0.safetensors: record 0: 'loss_mask' has the value 7 at token 1, 0 or 1 expected");
 }
 
-TEST_CASE("feature store: a folder that is not there is explained for training and for evaluation") {
-  try {
-    (void)FeatureStore::open("/nowhere/features", our_needs());
-    FAIL("opened");
-  } catch (const Error& error) {
-    CHECK(error.hint().find("data.hidden_states_path") != std::string::npos);
-    CHECK(error.hint().find("data.eval_hidden_states_path") != std::string::npos);
-    CHECK(error.hint().find("--features") != std::string::npos);
+TEST_CASE("feature store: a folder that is not there, or empty, is explained with the very key that names it") {
+  const Scratch empty;
+  for (const char* key : {"data.hidden_states_path", "data.eval_hidden_states_path", "--features"}) {
+    for (const std::filesystem::path& folder : {std::filesystem::path("/nowhere/features"), std::filesystem::path(empty.path())}) {
+      FeatureNeeds needs = our_needs();
+      needs.named_by = key;
+      try {
+        (void)FeatureStore::open(folder, needs);
+        FAIL("opened");
+      } catch (const Error& error) {
+        CHECK(error.hint() == "let " + std::string(key) + " name a folder that sf-host capture made, or one with .ckpt files");
+      }
+    }
   }
 }
 

@@ -28,7 +28,11 @@ std::string refusal(const std::map<std::string, std::string>& edits, ModelFacts 
     return "";
   } catch (const sf::Error& error) {
     CHECK(error.code() == sf::ExitCode::kUsage);
-    CHECK(!error.hint().empty());
+    CHECK((!error.hint().empty() || !error.problems().empty()));
+    for (const sf::Problem& problem : error.problems()) {
+      CHECK(problem.id == "draft/bad-config");
+      CHECK(!problem.fix.empty());
+    }
     return error.what();
   }
 }

@@ -153,6 +153,7 @@ TEST_CASE(
     sources += sources_below(repository() / "core" / folder);
   }
   sources += sources_below(repository() / "tools" / "sf-host");
+  sources += sources_below(repository() / "sdk" / "draft");
   std::string tests = sources_below(SF_TEST_DATA);
   std::vector<std::string> listed;
   for (const ProblemKind& kind : problem_kinds()) {
@@ -162,7 +163,7 @@ TEST_CASE(
     CHECK_MESSAGE(tests.find(kind.id) != std::string::npos, kind.id << " has no test");
     listed.emplace_back(kind.id);
   }
-  for (const char* prefix : {"\"recipe/", "\"plugin/", "\"model/", "\"device/"}) {
+  for (const char* prefix : {"\"recipe/", "\"plugin/", "\"model/", "\"device/", "\"draft/"}) {
     for (std::size_t at = sources.find(prefix); at != std::string::npos; at = sources.find(prefix, at + 1)) {
       std::string id = sources.substr(at + 1, sources.find('"', at + 1) - at - 1);
       bool is_prefix = id.back() == '/';

@@ -84,7 +84,8 @@ std::vector<Finding> check_recipe(const Command& command) {
         return inspect_features({.folder = path,
                                  .vocab_size = vocab_size,
                                  .max_length = max_length,
-                                 .target_fingerprint = fingerprint});
+                                 .target_fingerprint = fingerprint,
+                                 .named_by = key});
       });
     }
   }

@@ -1,6 +1,9 @@
 // sf-host train: the plan, then the engine's loop.
 #include <cstdio>
+#include <filesystem>
+#include <system_error>
 
+#include "core/base/text.hpp"
 #include "core/plan/print.hpp"
 #include "tools/sf-host/run_session.hpp"
 
@@ -14,6 +17,12 @@ ExitCode run_train(const Command& command) {
   if (!command.resume.empty() && !command.init_from.empty()) {
     throw Error(ExitCode::kUsage, "--resume and --init-from exclude each other",
                 "--resume goes on with a run; --init-from starts a new one from weights alone");
+  }
+  std::error_code ignored;
+  if ((command.init_from == "auto" || command.init_from == "best") && !std::filesystem::exists(command.init_from, ignored)) {
+    throw Error(ExitCode::kUsage, format("--init-from is \"{}\", expected a folder with weights", command.init_from),
+                "--resume auto goes on with this run's newest checkpoint; --init-from takes the folder of a step, of a run or of an export, "
+                "and starts anew from its weights");
   }
   if (!command.json) {
     std::fputs(plan_summary(session.resolved()).c_str(), stdout);
@@ -29,9 +38,8 @@ ExitCode run_train(const Command& command) {
   }
   const Json* interrupted = summary.find("interrupted");
   bool is_interrupted = interrupted != nullptr && interrupted->is_bool() && interrupted->as_bool();
-  bool fine = session.check_effects();
   session.close();
-  return !fine ? session.code() : is_interrupted ? ExitCode::kInterrupted : ExitCode::kOk;
+  return is_interrupted ? ExitCode::kInterrupted : ExitCode::kOk;
 }
 
 }  // namespace sf

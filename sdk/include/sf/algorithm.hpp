@@ -21,6 +21,7 @@ namespace sf {
 struct ModelFacts {
   std::string target_config_json;
   std::string draft_config_json;          // empty: the algorithm makes one from the target's
+  std::string draft_config_path = {};     // where that text stands, for messages
   int64_t draft_num_hidden_layers = 0;    // 0: as the configuration or the algorithm says
   int64_t draft_block_size = 0;           // 0: likewise
   std::vector<int64_t> target_layer_ids;  // empty: likewise
