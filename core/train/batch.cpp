@@ -22,29 +22,41 @@ int64_t slots_of(const Sample& sample, const Description& description) {
 
 }  // namespace
 
+std::vector<int64_t> BatchShape::lengths() const {
+  if (!is_static) {
+    return {};
+  }
+  std::vector<int64_t> all = buckets;
+  if (all.empty() || all.back() < max_tokens) {
+    all.push_back(max_tokens);
+  }
+  return all;
+}
+
 int64_t BatchShape::padded_tokens(int64_t tokens) const {
   if (!is_static) {
     return tokens;
   }
-  for (const int64_t bucket : buckets) {
-    if (bucket >= tokens) {
-      return bucket;
+  for (const int64_t length : lengths()) {
+    if (length >= tokens) {
+      return length;
     }
   }
-  if (tokens > max_tokens) {
-    throw Error(ExitCode::kData, "a sample of " + std::to_string(tokens) + " tokens is longer than the largest static length, " +
-                                     std::to_string(max_tokens),
-                "raise data.max_length");
-  }
-  return max_tokens;
+  throw Error(ExitCode::kData, format("a sample of {} tokens is longer than the largest static length, {}", tokens, max_tokens),
+              "raise data.max_length");
 }
 
 BatchFields::BatchFields(const Description& description, const Sample& prototype)
-    : static_slots_(description.slots), prototype_tokens_(prototype.tokens), prototype_slots_(slots_of(prototype, description)) {
+    : static_slots_(description.slots), prototype_tokens_(prototype.tokens), prototype_slots_(slots_of(prototype, description)),
+      prototype_index_(prototype.index) {
   std::vector<BatchField> wanted;
   for (const FeatureRead& read : description.reads) {
-    if (!read.optional || prototype.tensors.count(read.name)) {
+    const bool has = prototype.tensors.count(read.name) != 0;
+    if (!read.optional || has) {
       wanted.push_back({.name = read.name, .axis = Axis::tokens, .pad_value = 0});
+    }
+    if (read.optional) {
+      (has ? optional_ : missing_).push_back(read.name);
     }
   }
   wanted.insert(wanted.end(), description.fields.begin(), description.fields.end());
@@ -69,6 +81,16 @@ Batch BatchFields::stack(const std::vector<std::optional<Sample>>& rows, const B
       continue;
     }
     longest = std::max(longest, row->tokens);
+    for (const auto& [names, has] : {std::pair(&optional_, true), std::pair(&missing_, false)}) {
+      for (const std::string& name : *names) {
+        if ((row->tensors.count(name) != 0) != has) {
+          throw Error(ExitCode::kData,
+                      format("sample {} {} the optional feature '{}', but sample {} {}", row->index, has ? "lacks" : "has", name, prototype_index_,
+                             has ? "has it" : "does not"),
+                      "optional features are in all samples or in none: capture the features again, or take that one out");
+        }
+      }
+    }
     for (const Field& field : fields_) {
       if (field.what.axis == Axis::slots) {
         widest = std::max(widest, row->tensors.at(field.what.name).size(0));

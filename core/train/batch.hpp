@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "sf/algorithm.hpp"
@@ -15,10 +16,12 @@ namespace sf {
 struct BatchShape {
   int64_t max_tokens = 2048;             // samples have been cut to this
   bool is_static = false;                // pad to max_tokens, or to the smallest bucket that holds the longest sample; all slots always
-  std::vector<int64_t> buckets;          // strictly increasing, below max_tokens; only with is_static
+  std::vector<int64_t> buckets;          // strictly increasing, at most max_tokens; only with is_static
 
   /// Padded length for a longest sample of `tokens`; throws Error(kData) when none holds it.
   int64_t padded_tokens(int64_t tokens) const;
+  /// All lengths that a batch can have, ascending: the buckets and max_tokens. Empty unless static.
+  std::vector<int64_t> lengths() const;
 };
 
 /// Type and trailing shape of each field, taken from one prepared sample: what a dead row is made of.
@@ -26,7 +29,8 @@ class BatchFields {
  public:
   BatchFields(const Description& description, const Sample& prototype);
 
-  /// Rows without a sample are dead: every field at its pad value. An all-dead batch gets the shape of the prototype.
+  /// Rows without a sample are dead: every field at its pad value. An all-dead batch gets the shape of the prototype. Throws Error(kData) when a
+  /// sample has an optional feature that the prototype lacks, or the other way round.
   Batch stack(const std::vector<std::optional<Sample>>& rows, const BatchShape& shape) const;
 
  private:
@@ -36,7 +40,9 @@ class BatchFields {
     std::vector<int64_t> trailing;       // sizes after the padded axis
   };
   std::vector<Field> fields_;
-  int64_t static_slots_ = 0, prototype_tokens_ = 0, prototype_slots_ = 0;
+  std::vector<std::string> optional_;    // optional features that the prototype has ...
+  std::vector<std::string> missing_;     // ... and those that it lacks
+  int64_t static_slots_ = 0, prototype_tokens_ = 0, prototype_slots_ = 0, prototype_index_ = 0;
 };
 
 /// Fields on the training device; floating features get the model's type.

@@ -17,6 +17,20 @@ void BlockMetrics::rate_of(const std::string& name, const at::Tensor& numerator_
 
 void BlockMetrics::rate(const std::string& name, const at::Tensor& values_cp) { rate_of(name, at::mul(values_cp, mask()), mask()); }
 
+void BlockMetrics::count(const std::string& name, const at::Tensor& values_cp) {
+  runner_.add_count(name, values_cp.sum());
+  runner_.add_count(name.substr(name.find('/') + 1), values_cp.sum(0));
+}
+
+void BlockMetrics::report_chain(const std::string& name, const Chain& chain) {
+  rate_of(name + "_prefix_acceptance", chain.accepted_cp, chain.reached_cp);
+  count(name + "_reached_count", chain.reached_cp);
+  count(name + "_accepted_count", chain.accepted_cp);
+  count(name + "_first_failure_count", at::sub(chain.reached_cp, chain.accepted_cp));
+  const at::Tensor survived = chain.accepted_cp.sum(0);
+  runner_.add_metric(name.substr(name.find('/') + 1) + "_prefix_survival", survived, blocks_.expand_as(survived));
+}
+
 void BlockMetrics::length(const std::string& name, const at::Tensor& accepted_c) {
   runner_.add_metric(name, at::add(blocks_, at::mul(accepted_c, live_c_).sum()), blocks_);
 }

@@ -31,6 +31,11 @@ class BlockMetrics {
   void rate_of(const std::string& name, const at::Tensor& numerator_cp, const at::Tensor& denominator_cp);
   /// Share of M.
   void rate(const std::string& name, const at::Tensor& values_cp);
+  /// A sum over all places, and the same for each place.
+  void count(const std::string& name, const at::Tensor& values_cp);
+  /// What a chain meets at each place, as NAME_prefix_acceptance, NAME_reached_count, NAME_accepted_count, NAME_first_failure_count, and per position
+  /// NAME_prefix_survival, the share of blocks that it gets through.
+  void report_chain(const std::string& name, const Chain& chain);
   /// 1 + mean number of accepted tokens over blocks that have something to accept.
   void length(const std::string& name, const at::Tensor& accepted_c);
   void walk(const std::string& name, const at::Tensor& accepted_c);

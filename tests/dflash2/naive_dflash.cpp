@@ -213,6 +213,12 @@ NaiveOutcome naive_dflash(const DflashConfig& config, const DflashOptions& optio
     numerator = kw * ce + (1 - kw) * tv;
   }
 
+  result.mask_bwj = mask;
+  result.weight_bwj = weight.detach();
+  result.labels_bwj = y;
+  result.position_bwj = position;
+  result.log_p_bwjv = log_p.detach();
+  result.strict_bwjk = std::get<1>(u.detach().topk(config.dflash2 ? config.selector_top_k : std::min<int64_t>(16, u.size(-1)), -1));
   const at::Tensor best = u.argmax(-1);
   const double mask_sum = mask.sum().item<double>();
   result.accuracy = ((best == y) * (mask > 0.5)).sum().item<double>() / mask_sum;
@@ -236,6 +242,7 @@ NaiveOutcome naive_dflash(const DflashConfig& config, const DflashOptions& optio
     const at::Tensor target = (candidates == y.unsqueeze(-1)).to(at::kInt).argmax(-1, true);
     const at::Tensor sce = -at::log_softmax(scores, -1).gather(-1, target).squeeze(-1);
     const at::Tensor learnt = weight * covered;
+    result.selected_bwj = (candidates.gather(-1, scores.argmax(-1, true)).squeeze(-1) == y).to(at::kDouble);
     if (options.selector_loss_alpha > 0) {
       numerator = numerator + alpha * (sce * learnt).sum();
     }
@@ -267,6 +274,7 @@ NaiveOutcome naive_dflash(const DflashConfig& config, const DflashOptions& optio
       }
     }
     hits = path_hits;
+    result.greedy_bwj = path_hits.to(at::kDouble);
   }
 
   double total = 0, counted = 0;

@@ -99,6 +99,43 @@ TEST_CASE("batch: static shapes take the smallest bucket that holds the longest 
   CHECK(batch_of({0, 2}, shape).slots == 6);
   CHECK_THROWS_AS((void)shape.padded_tokens(13), sf::Error);
   CHECK(sf::BatchShape{.max_tokens = 12, .is_static = true}.padded_tokens(3) == 12);
+  CHECK(shape.padded_tokens(4) == 4);
+  CHECK(shape.padded_tokens(9) == 12);
+}
+
+TEST_CASE("batch: the lengths that a static batch can have are the buckets and the maximal length, once") {
+  using Lengths = std::vector<int64_t>;
+  CHECK(sf::BatchShape{.max_tokens = 12, .is_static = true, .buckets = {4, 8}}.lengths() == Lengths{4, 8, 12});
+  CHECK(sf::BatchShape{.max_tokens = 12, .is_static = true, .buckets = {4, 12}}.lengths() == Lengths{4, 12});
+  CHECK(sf::BatchShape{.max_tokens = 12, .is_static = true}.lengths() == Lengths{12});
+  CHECK(sf::BatchShape{.max_tokens = 12}.lengths().empty());
+  CHECK(sf::BatchShape{.max_tokens = 12}.padded_tokens(7) == 7);
+}
+
+TEST_CASE("batch: a sample longer than the largest static length is refused with both lengths") {
+  const sf::BatchShape shape{.max_tokens = 4, .is_static = true};
+  CHECK_THROWS_WITH_AS((void)batch_of({2}, shape), "a sample of 5 tokens is longer than the largest static length, 4", sf::Error);
+}
+
+TEST_CASE("batch: an optional feature is in all samples or in none") {
+  static FakeAlgorithm algorithm;
+  sf::Description description = algorithm.describe({});
+  description.reads.push_back({.name = "last_state", .columns = 1, .optional = true, .last_state = true});
+  const auto sample = [&](int64_t index, bool has) {
+    sf::Sample made = source(20).read(index);
+    (void)algorithm.prepare(made, sf::sample_context(1, 0, index, false));
+    if (has) {
+      made.tensors["last_state"] = at::ones({made.tokens, 1});
+    }
+    return made;
+  };
+  const sf::BatchShape shape{.max_tokens = 16};
+  const sf::BatchFields with(description, sample(0, true)), without(description, sample(0, false));
+  CHECK(with.stack({sample(1, true), std::nullopt}, shape).at("last_state").sizes() == at::IntArrayRef({2, 4, 1}));
+  CHECK(without.stack({sample(1, false)}, shape).tensors.count("last_state") == 0);
+  CHECK_THROWS_WITH_AS((void)with.stack({sample(1, false)}, shape), "sample 1 lacks the optional feature 'last_state', but sample 0 has it", sf::Error);
+  CHECK_THROWS_WITH_AS((void)without.stack({sample(1, true)}, shape), "sample 1 has the optional feature 'last_state', but sample 0 does not",
+                       sf::Error);
 }
 
 TEST_CASE("batch: an all-dead batch has a usual shape") {

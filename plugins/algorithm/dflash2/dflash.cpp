@@ -12,6 +12,7 @@
 namespace sf {
 namespace {
 
+constexpr const char* kTeacherStates = "target_last_hidden_states";
 constexpr int64_t kRowMultipleCuda = 128;  // of matrix products; also keeps the number of different shapes small
 constexpr int64_t kBlockMultipleCuda = 32;
 constexpr int64_t kRowMultipleCpu = 8;
@@ -50,6 +51,7 @@ Description Dflash::describe(const ModelFacts& facts) {
   objective_ = objective.get();
   units_.push_back(std::move(objective));
 
+  description_.reads.push_back({.name = kTeacherStates, .columns = config_.layers.hidden_size, .optional = true, .last_state = true});
   description_.pooling = Pooling::window;
   description_.slots = facts.static_shapes ? options_.num_anchors : 0;
   description_.slots_at_most = options_.num_anchors;
@@ -100,6 +102,9 @@ void Dflash::finish(Batch& batch) {
   batch.tensors["grid_mask"] = rows.mask_cp;
   batch.tensors["grid_block"] = rows.block_c;
   batch.tensors["anchor_token"] = rows.anchor_token_c;
+  if (batch.tensors.count(kTeacherStates) != 0) {
+    batch.tensors["row_teacher"] = rows.state_r;
+  }
 }
 
 // "row_weight": M * decay, or for D-PACE the factor of the row's sequence; "denominator": what the window divides by.
@@ -149,6 +154,10 @@ void Dflash::micro_step(Runner& runner, const Batch& batch) {
   if (wants_details) {
     for (const char* name : {"row_cell", "grid_mask", "anchor_token"}) {
       objective.push_back(runner.constant(batch.at(name)));
+    }
+    if (batch.tensors.count(kTeacherStates) != 0) {
+      const at::Tensor& states = batch.at(kTeacherStates);
+      objective.push_back(runner.constant(states.reshape({-1, states.size(2)}).index_select(0, batch.at("row_teacher"))));
     }
   }
   const std::vector<TapeValue> results = runner.run(backbone_.next_unit(), objective);

@@ -43,8 +43,11 @@ void report_details(Runner& runner, const MetricInputs& in, const DflashConfig& 
   details.length(hard + "unary_greedy_accepted_length", unary.length_c);
   details.length(hard + "supervised_prefix_length", details.supervised().cumprod(1).sum(1));
   details.walk(hard + "walk_accepted_length", unary.length_c);
-  details.rate_of(hard + "unary_greedy_prefix_acceptance", unary.accepted_cp, unary.reached_cp);
-  details.rate_of(hard + "unary_" + top + "_oracle_prefix_acceptance", oracle.accepted_cp, oracle.reached_cp);
+  details.report_chain(hard + "unary_greedy", unary);
+  details.report_chain(hard + "unary_" + top + "_oracle", oracle);
+  details.count(hard + "supervised_count", details.supervised());
+  details.count(hard + "valid_prefix_count", details.supervised().cumprod(1));
+  runner.add_count(hard + "block_count", details.blocks());
   // Which part of the loss each slot carries, and how often a chain gets through it.
   const at::Tensor weight = grid(kGridWeight).sum(0);
   runner.add_metric("objective/loss_weight_share", weight, weight.sum().expand_as(weight));
@@ -57,13 +60,27 @@ void report_details(Runner& runner, const MetricInputs& in, const DflashConfig& 
     const at::Tensor covered_mask = at::mul(covered, details.mask());
     details.rate_of(selector + "teacher_forced_covered_accuracy", at::mul(grid(kGridSelected), covered_mask), covered_mask);
     details.walk(selector + "walk_accepted_length", greedy.length_c);
-    details.rate_of(selector + "greedy_prefix_acceptance", greedy.accepted_cp, greedy.reached_cp);
+    details.report_chain(selector + "greedy", greedy);
     const at::Tensor reached_covered = at::mul(greedy.reached_cp, covered);
     details.rate_of(selector + "greedy_prefix_unary_top1_accuracy", at::mul(greedy.reached_cp, hit), greedy.reached_cp);
     details.rate_of(selector + "greedy_prefix_" + top + "_recall", reached_covered, greedy.reached_cp);
     details.rate_of(selector + "greedy_prefix_covered_accuracy", greedy.accepted_cp, reached_covered);
-    details.rate_of(selector + "greedy_prefix_coverage_miss_rate", at::sub(greedy.reached_cp, reached_covered), greedy.reached_cp);
-    details.rate_of(selector + "greedy_prefix_ranking_error_rate", at::sub(reached_covered, greedy.accepted_cp), greedy.reached_cp);
+    const at::Tensor missed = at::sub(greedy.reached_cp, reached_covered), misranked = at::sub(reached_covered, greedy.accepted_cp);
+    details.rate_of(selector + "greedy_prefix_coverage_miss_rate", missed, greedy.reached_cp);
+    details.rate_of(selector + "greedy_prefix_ranking_error_rate", misranked, greedy.reached_cp);
+    details.count(selector + "greedy_covered_count", reached_covered);
+    details.count(selector + "greedy_coverage_miss_count", missed);
+    details.count(selector + "greedy_ranking_error_count", misranked);
+  }
+
+  if (in.grids.size(0) > kObjectiveGrids) {
+    // Against the target's own distribution instead of the stored token: the overlap is what rejection sampling would accept.
+    const std::string teacher = "dflash/teacher/";
+    const at::Tensor overlap = grid(kGridTeacherOverlap);
+    details.rate(teacher + "overlap", overlap);
+    details.rate(teacher + "top1_agreement", grid(kGridTeacherAgreement));
+    details.rate(teacher + top + "_mass", grid(kGridTeacherMass));
+    details.length(teacher + "overlap_chain_length", draft::chain_length(overlap, details.mask()));
   }
 
   // One definition for all drafts: drafting as decoding does it, over every block that may start.

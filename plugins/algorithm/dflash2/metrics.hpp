@@ -15,7 +15,7 @@ struct MetricInputs {
   at::Tensor denominator;    // float32 scalar: of the loss
   at::Tensor alpha;          // float32 scalar: the selector's factor in this update
   // With details only.
-  at::Tensor grids;          // float32 [kObjectiveGrids, c, p]
+  at::Tensor grids;          // float32 [kObjectiveGrids or kObjectiveGridsWithTeacher, c, p]
   draft::BlockGrid grid;
 };
 

@@ -12,6 +12,7 @@ namespace sf {
 namespace {
 
 constexpr int64_t kDetailCandidates = 16;
+constexpr int64_t kTeacherChunkRows = 512;  // two distributions over the vocabulary in float32 for each row
 constexpr int64_t kChunkRowsCpu = 256;  // 256 rows of 49152 float32 logits are 48 MiB: large enough for the product, small enough to stay mapped
 
 const char* const kPredecessor = "candidate_selector.predecessor_codebook";
@@ -29,11 +30,16 @@ draft::Dpace dpace_kind(LossType type) {
 
 }  // namespace
 
+// The loss of a row is float32 for plain DFlash, too. The reference's is bfloat16 there, because its framework returns log-probabilities in the
+// type of the logits: a loss of 3.1 then moves in steps of 0.016 and the gradient is made from that. It has no reason but the framework, no
+// golden case has it, and drafts are served without it; docs/training.md lists it among the differences.
+
 // What the chunks leave behind, per row and without graph.
 struct ObjectiveUnit::Rows {
   at::Tensor nll, weight, argmax;
   at::Tensor selector_nll, selector_hit, covered;
   at::Tensor top_values, top_ids, log_sum_exp;  // strict candidates
+  at::Tensor overlap, agreement, teacher_mass;  // with teacher rows only
 };
 
 int64_t ObjectiveUnit::candidates() const {
@@ -183,9 +189,36 @@ std::vector<at::Tensor> ObjectiveUnit::forward(UnitContext& context, const std::
     rows.top_values = joined(parts.top_values);
     rows.top_ids = joined(parts.top_ids);
     rows.log_sum_exp = joined(parts.log_sum_exp);
+    if (inputs.size() > kTeacherRows) {
+      compare_with_teacher(out_rh.detach(), inputs[kTeacherRows], inputs[kHead], std::min(objective.chunk_rows, kTeacherChunkRows), rows);
+    }
     outputs.push_back(grids(context, inputs, rows, projected_rx));
   }
   return outputs;
+}
+
+// Both distributions whole, so in chunks of rows; the head's transform of the logits is the target's own. Only when a window is logged.
+void ObjectiveUnit::compare_with_teacher(const at::Tensor& out_rh, const at::Tensor& teacher_rh, const at::Tensor& head_vh, int64_t chunk_rows,
+                                         Rows& rows) const {
+  const at::Tensor head_hv = head_vh.t();
+  const auto probabilities = [&](const at::Tensor& hidden_rh) {
+    at::Tensor logits = at::mul(at::matmul(hidden_rh, head_hv).to(at::kFloat), config_.output_multiplier);
+    if (config_.final_logit_softcapping > 0) {
+      logits = at::mul(at::tanh(at::div(logits, config_.final_logit_softcapping)), config_.final_logit_softcapping);
+    }
+    return at::softmax(logits, -1);
+  };
+  std::vector<at::Tensor> overlap, agreement, mass;
+  for (int64_t begin = 0; begin < out_rh.size(0); begin += chunk_rows) {
+    const int64_t count = std::min(chunk_rows, out_rh.size(0) - begin);
+    const at::Tensor teacher_rv = probabilities(teacher_rh.narrow(0, begin, count).to(head_vh.scalar_type()));
+    agreement.push_back(at::eq(teacher_rv.argmax(-1), rows.argmax.narrow(0, begin, count)));
+    mass.push_back(teacher_rv.gather(1, rows.top_ids.narrow(0, begin, count)).sum(1));
+    overlap.push_back(at::minimum(probabilities(out_rh.narrow(0, begin, count)), teacher_rv).sum(1));
+  }
+  rows.overlap = joined(overlap);
+  rows.agreement = joined(agreement);
+  rows.teacher_mass = joined(mass);
 }
 
 at::Tensor ObjectiveUnit::grids(UnitContext& context, const std::vector<at::Tensor>& inputs, const Rows& rows,
@@ -195,12 +228,17 @@ at::Tensor ObjectiveUnit::grids(UnitContext& context, const std::vector<at::Tens
   const at::Tensor& label_r = inputs[kRowLabel];
   const auto grid = [&](const at::Tensor& values_r) { return draft::to_grid(values_r.to(at::kFloat), cell_r, c, p); };
 
-  std::vector<at::Tensor> result(kObjectiveGrids);
+  std::vector<at::Tensor> result(rows.overlap.defined() ? kObjectiveGridsWithTeacher : kObjectiveGrids);
   result[kGridHit] = grid(at::eq(rows.argmax, label_r));
   result[kGridProbability] = grid(rows.nll.neg().exp());
   result[kGridCovered] = grid(rows.covered);
   result[kGridMass] = grid(at::sub(rows.top_values, rows.log_sum_exp.unsqueeze(1)).exp().sum(1));
   result[kGridWeight] = grid(rows.weight);
+  if (rows.overlap.defined()) {
+    result[kGridTeacherOverlap] = grid(rows.overlap);
+    result[kGridTeacherAgreement] = grid(rows.agreement);
+    result[kGridTeacherMass] = grid(rows.teacher_mass);
+  }
   result[kGridSelected] = rows.selector_hit.defined() ? grid(rows.selector_hit) : result[kGridHit];
   result[kGridGreedy] = result[kGridHit];
   if (projected_rx.defined()) {

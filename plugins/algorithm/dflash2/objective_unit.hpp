@@ -14,7 +14,8 @@
 
 namespace sf {
 
-/// Places of the unit's inputs. The last three are given only when detailed metrics are wanted.
+/// Places of the unit's inputs. Those from kRowCell on are given only when detailed metrics are wanted, the last one only when the features have the
+/// target's last states.
 enum ObjectiveInput : size_t {
   kDraftRows,        // [b, q, h], before the last norm
   kHead,             // [v, h], frozen
@@ -28,6 +29,7 @@ enum ObjectiveInput : size_t {
   kRowCell,          // int64 [r], into a grid [c, p]
   kGridMask,         // float32 [c, p]
   kAnchorToken,      // int64 [c]
+  kTeacherRows,      // [r, h]: the target's last state at the token before the row's label
 };
 
 /// Sums over rows, without the seed.
@@ -54,10 +56,16 @@ enum ObjectiveGrid : int64_t {
   kGridSelected,     // teacher forced: the selector's best candidate is the label
   kGridGreedy,       // the greedy path's token is the label
   kGridWeight,       // weight in the loss
-  kObjectiveGrids
+  kObjectiveGrids,
+  // With teacher rows only; softmax of the target's own logits beside the head's of the draft.
+  kGridTeacherOverlap = kObjectiveGrids,  // sum over tokens of the smaller probability, which is 1 - 0.5 * L1
+  kGridTeacherAgreement,                  // both have the same best token
+  kGridTeacherMass,                       // the target's probability of the draft's strict candidates together
+  kObjectiveGridsWithTeacher
 };
 
-/// Outputs: {numerator float32 scalar (seed included), sums float32 [kObjectiveSums]} and, with details, grids float32 [kObjectiveGrids, c, p].
+/// Outputs: {numerator float32 scalar (seed included), sums float32 [kObjectiveSums]} and, with details, grids float32 [kObjectiveGrids or
+/// kObjectiveGridsWithTeacher, c, p].
 class ObjectiveUnit final : public Unit {
  public:
   ObjectiveUnit(const DflashConfig& config, const DflashOptions& options) : config_(config), options_(options) {}
@@ -71,6 +79,7 @@ class ObjectiveUnit final : public Unit {
   at::Tensor row_weights(const at::Tensor& nll_r, const at::Tensor& mask_r, const at::Tensor& weight_r) const;
   at::Tensor kl_weight(UnitContext& context, const HeadObjective& objective, const at::Tensor& mask_r) const;
   at::Tensor grids(UnitContext& context, const std::vector<at::Tensor>& inputs, const Rows& rows, const at::Tensor& projected_rx) const;
+  void compare_with_teacher(const at::Tensor& out_rh, const at::Tensor& teacher_rh, const at::Tensor& head_vh, int64_t chunk_rows, Rows& rows) const;
 
   DflashConfig config_;
   DflashOptions options_;
