@@ -91,5 +91,8 @@ TEST_CASE("dflash2 manifest: an option for a configuration made here is refused 
     CHECK(judged({row.set, "model.draft_model_config=\"draft.json\""}) == row.id);
   }
   CHECK(judged({"model.draft_model_config=\"draft.json\""}) == "");
-  CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dflash2.selector_top_k=16"}) == "");  // as the saved recipe of a run says
+  CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dflash2.selector_top_k=0", "plugin.dflash2.architecture=\"auto\""}) == "");  // as a saved recipe says
+  // What would be made anyway is a wish beside a configuration that may say otherwise.
+  CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dflash2.selector_top_k=16"}) == "dflash2/top-k-and-config");
+  CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dflash2.architecture=\"dflash2\""}) == "dflash2/architecture-and-config");
 }

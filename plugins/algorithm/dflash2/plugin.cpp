@@ -25,6 +25,11 @@ draft::Lk lk_kind(const std::string& name) {
 }
 
 DflashOptions read(const Options& options) {
+  const DflashOptions unset;
+  const auto or_default = [&](const char* name, int64_t value) {
+    const int64_t given = options.get<int64_t>(name);
+    return given > 0 ? given : value;
+  };
   return {.num_anchors = options.get<int64_t>("training.num_anchors"),
           .loss_decay_gamma = options.get<double>("training.loss_decay_gamma"),
           .loss_type = loss_type(options.get<std::string>("training.loss_type")),
@@ -39,11 +44,11 @@ DflashOptions read(const Options& options) {
           .selector_ramp_ratio = options.get<double>("training.dflash2_selector_ramp_ratio"),
           .selector_stop_gradient = options.get<bool>("training.dflash2_selector_stop_gradient"),
           .insert_gold = options.get<std::string>("algorithm.selector_policy") == "insert_gold",
-          .dflash2 = options.get<std::string>("architecture") == "dflash2",
-          .conv_kernel_size = options.get<int64_t>("conv_kernel_size"),
-          .conv_group_size = options.get<int64_t>("conv_group_size"),
-          .selector_rank = options.get<int64_t>("selector_rank"),
-          .selector_top_k = options.get<int64_t>("selector_top_k")};
+          .dflash2 = options.get<std::string>("architecture") != "dflash",
+          .conv_kernel_size = or_default("conv_kernel_size", unset.conv_kernel_size),
+          .conv_group_size = or_default("conv_group_size", unset.conv_group_size),
+          .selector_rank = or_default("selector_rank", unset.selector_rank),
+          .selector_top_k = or_default("selector_top_k", unset.selector_top_k)};
 }
 
 class DflashPlugin final {
