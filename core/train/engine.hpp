@@ -30,6 +30,9 @@ struct EngineContext {
   LogFunction log;                             // level, text
   std::function<bool()> stop_requested;        // true after SIGINT or SIGTERM
   bool random_tables = false;                  // a benchmark: the target's embedding and head are drawn, only its config.json is read
+  /// Ends the run, by throwing, when an option that was set has had no effect by now. Every verb that builds a stack calls it before its first
+  /// step, and train once more after its first window, for effects that only show there. Empty: nothing is checked.
+  std::function<void()> check_effects;
 };
 
 struct TrainArguments {

@@ -93,6 +93,7 @@ Window WindowLoader::make(int64_t number) {
       rows.push_back(std::move(sample));
     }
     Batch batch = fields_.stack(rows, options_.batch);
+    window.positions += batch.rows * batch.tokens;
     algorithm_.finish(batch);
     window.denominators.push_back(algorithm_.weigh(batch));
     window.batches.push_back(std::move(batch));

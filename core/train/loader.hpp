@@ -31,6 +31,7 @@ struct Window {
   std::vector<Batch> batches;
   std::vector<double> denominators;      // weigh() of each batch
   int64_t samples = 0, tokens = 0;       // live ones
+  int64_t positions = 0;                 // tokens with padding and dead rows
 };
 
 /// Samples that a run met and could not use: counted, each named once.

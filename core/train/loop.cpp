@@ -172,7 +172,10 @@ class TrainingRun {
     const auto start = Clock::now();
     SampleOrder order(session_->seed, source_.size, plan_.get<int64_t>("training.num_epochs"));
     double elapsed_logged = 0, waited_logged = 0;
-    int64_t tokens_logged = 0, samples_logged = 0, updates_logged = 0;
+    int64_t tokens_logged = 0, positions_logged = 0, samples_logged = 0, updates_logged = 0;
+    if (session_->batch_shape.is_static) {
+      log_info("static shapes: batches are padded to {} tokens and {} block slots", session_->batch_shape.lengths(), session_->description.slots);
+    }
 
     while (progress_.update < horizon_.windows) {
       const auto window_start = Clock::now();
@@ -186,6 +189,9 @@ class TrainingRun {
       check(result, update);
       if (update == first_update) {
         refuse_untouched();
+        if (context_.check_effects) {
+          context_.check_effects();
+        }
         report_memory();
       }
       progress_.update = update + 1;
@@ -195,6 +201,7 @@ class TrainingRun {
       tokens_ += window.tokens;
       train_seconds_ += seconds_since(window_start);
       tokens_logged += window.tokens;
+      positions_logged += window.positions;
       samples_logged += window.samples;
       ++updates_logged;
       elapsed_logged += seconds_since(window_start);
@@ -221,13 +228,14 @@ class TrainingRun {
         json.set("perf/samples_per_second", static_cast<double>(samples_logged) / elapsed_logged);
         json.set("perf/optimizer_step_time_s", elapsed_logged / static_cast<double>(updates_logged));
         json.set("perf/data_wait_time_s", (loader.seconds_waited() - waited_logged) / static_cast<double>(updates_logged));
+        json.set("perf/padded_share", 1 - static_cast<double>(tokens_logged) / static_cast<double>(std::max<int64_t>(positions_logged, 1)));
         json.set("perf/memory_bytes", line.memory_bytes);
         for (const auto& [name, value] : metrics) {
           json.set(name, value);
         }
         metrics_file_->write(json);
         elapsed_logged = 0;
-        tokens_logged = samples_logged = updates_logged = 0;
+        tokens_logged = positions_logged = samples_logged = updates_logged = 0;
         waited_logged = loader.seconds_waited();
       }
 
@@ -301,7 +309,7 @@ class TrainingRun {
     }
     const Evaluation& evaluation = *found;
     log_info("eval after update {}: loss {}, acceptance length {} ({} samples, {})", progress_.update,
-             format_number(evaluation.loss, 4), format_number(evaluation.acceptance_length, 3), evaluation.samples,
+             format_fixed(evaluation.loss, 4), format_fixed(evaluation.acceptance_length, 3), evaluation.samples,
              human_duration(evaluation.seconds));
     Json line = Json::object();
     line.set("step", progress_.update).set("eval", evaluation.to_json());
@@ -324,16 +332,10 @@ class TrainingRun {
     if (evaluation &&
         offer_best(session_->run_folder, {.step = progress_.update, .score = evaluation->acceptance_length,
                                           .metric = "acceptance_length", .metrics = evaluation->to_json()})) {
-      log_info("best so far: step {} with acceptance length {}", progress_.update, format_number(evaluation->acceptance_length, 3));
+      log_info("best so far: step {} with acceptance length {}", progress_.update, format_fixed(evaluation->acceptance_length, 3));
     }
     (void)rotate_checkpoints(session_->run_folder, plan_.get<int64_t>("training.max_checkpoints"), progress_.update);
     log_debug("saved step {} in {}", progress_.update, human_duration(seconds_since(start)));
-  }
-
-  static std::string format_number(double value, int digits) {
-    char text[32];
-    std::snprintf(text, sizeof text, "%.*f", digits, value);
-    return text;
   }
 
   Json summary() const {

@@ -80,6 +80,7 @@ ModelFacts model_facts(const Plan& plan) {
   const auto draft = plan.get<std::filesystem::path>("model.draft_model_config");
   if (!draft.empty()) {
     facts.draft_config_json = read_file(draft, ExitCode::kData);
+    facts.draft_config_path = draft.string();
   }
   facts.draft_num_hidden_layers = plan.get<int64_t>("model.draft_num_hidden_layers");
   facts.draft_block_size = plan.get<int64_t>("model.draft_block_size");
@@ -181,6 +182,9 @@ std::unique_ptr<Session> open_session(const EngineContext& context) {
       TapeRunner::Options{
           .gradient_dtype = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat,
           .recompute = plan.get<std::vector<std::string>>("training.recompute")});
+  if (context.check_effects) {
+    context.check_effects();
+  }
   return session;
 }
 
@@ -199,6 +203,7 @@ std::unique_ptr<FeatureStore> open_features(const Session& session, const std::f
   needs.vocab_size = table.defined() ? table.size(0) : 0;
   needs.max_length = session.batch_shape.max_tokens;
   needs.target_fingerprint = session.target_fingerprint;
+  needs.named_by = key;
   needs.verify_checksums = session.plan->get<bool>("data.verify_checksums");
   return FeatureStore::open(path, needs);
 }

@@ -52,7 +52,7 @@ struct Session {
   BatchShape batch_shape;
 };
 
-/// Describes, builds and initialises the draft, loads the tables, binds the algorithm.
+/// Describes, builds and initialises the draft, loads the tables, binds the algorithm, and ends the run when an option had no effect in that.
 std::unique_ptr<Session> open_session(const EngineContext& context);
 
 /// Opens features at `path` and checks them against what the algorithm reads and the plan's target.

@@ -276,13 +276,33 @@ ExitCode report(ExitCode code, const std::string& what, const std::string& hint,
   return code;
 }
 
+ExitCode report_all(const Error& error, bool wants_json) {
+  Diagnostics problems;
+  for (const Problem& problem : error.problems()) {
+    problems.error({.id = problem.id,
+                    .message = problem.message,
+                    .place = {.source = problem.place},
+                    .why = problem.why,
+                    .fix = problem.fix});
+  }
+  Command command;
+  command.json = wants_json;
+  print_problems(command, problems, error.code());
+  return error.code();
+}
+
 ExitCode run_program(int argc, char** argv) {
   catch_signals();
   // Asked of the words themselves, so that a mistake among the flags is told as JSON, too.
   bool wants_json = std::any_of(argv + 1, argv + argc, [](const char* word) { return word == std::string_view("--json"); });
   try {
     return dispatch(argc, argv);
+  } catch (const RefusedRun& refused) {
+    return refused.code();
   } catch (const Error& error) {
+    if (!error.problems().empty()) {
+      return report_all(error, wants_json);
+    }
     return report(error.code(), error.what(), error.hint(), wants_json);
   } catch (const std::bad_alloc&) {
     return report(ExitCode::kDevice, "out of memory", "smaller training.batch_size or data.max_length",

@@ -183,6 +183,14 @@ bool RunSession::open(bool start) {
   context_.plan = &resolved();
   context_.log = [](Level level, std::string_view text) { log_line(level, text); };
   context_.stop_requested = is_stop_requested;
+  context_.check_effects = [this] {
+    Diagnostics without_effect;
+    registry_.check_effects(without_effect);
+    if (without_effect.has_errors()) {
+      (void)refuse(without_effect, ExitCode::kPlugin);
+      throw RefusedRun(code_);
+    }
+  };
   for (const PluginRegistry::Entry& entry : registry_.entries()) {
     LoadedPlugin plugin;
     plugin.name = entry.name;
@@ -194,12 +202,6 @@ bool RunSession::open(bool start) {
     context_.plugins.push_back(std::move(plugin));
   }
   return true;
-}
-
-bool RunSession::check_effects() {
-  Diagnostics problems;
-  registry_.check_effects(problems);
-  return problems.has_errors() ? refuse(problems, ExitCode::kPlugin) : true;
 }
 
 void RunSession::close() {

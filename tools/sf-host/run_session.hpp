@@ -2,6 +2,7 @@
 // created and started; closed in reverse.
 #pragma once
 
+#include <exception>
 #include <filesystem>
 #include <memory>
 #include <optional>
@@ -29,6 +30,17 @@ namespace sf {
 /// Prints problems: to stderr as text, or to stdout as {"problems": [...], "exit_code": n} with --json.
 void print_problems(const Command& command, const Diagnostics& problems, ExitCode code);
 
+/// The run is refused and the reasons are printed: leave with this code.
+class RefusedRun : public std::exception {
+ public:
+  explicit RefusedRun(ExitCode code) : code_(code) {}
+  [[nodiscard]] const char* what() const noexcept override { return "the run was refused"; }
+  [[nodiscard]] ExitCode code() const { return code_; }
+
+ private:
+  ExitCode code_;
+};
+
 class RunSession {
  public:
   explicit RunSession(const Command& command) : command_(command) {}
@@ -40,10 +52,8 @@ class RunSession {
   /// kind.
   bool plan(bool will_run);
   /// Opens engine and plugins and creates them; with `start` also starts them and checks that every option
-  /// that was set is read.
+  /// that was set is read. The engine's verbs then throw RefusedRun when one of them has no effect.
   bool open(bool start);
-  /// Once a verb is through: was there an option without effect? Prints it and returns false then.
-  bool check_effects();
   /// Stops and destroys the plugins. Also done by the destructor.
   void close();
 
