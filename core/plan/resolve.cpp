@@ -124,6 +124,7 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
   }
 
   std::set<std::string> provided = out.stack.provided();
+  provided.insert(host_manifest().provides.begin(), host_manifest().provides.end());
   std::set<std::string> names = out.stack.names();
   RuleInput input{plan.values, plan.facts, provided, names};
   bool values_are_whole = std::all_of(schema.options().begin(), schema.options().end(),
@@ -135,6 +136,9 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
     }
   }
   check_capabilities(manifests, problems);
+  if (!problems.has_errors()) {  // the rules say it better
+    check_claims(manifests, catalog.manifests(), plan.values, problems);
+  }
 
   out.code = exit_code_of(problems);
   if (problems.has_errors()) {

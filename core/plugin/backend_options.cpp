@@ -19,11 +19,18 @@ const T* BackendOptions::claim(void* self, const char* name) {
 }
 
 BackendOptions::BackendOptions(const Manifest& manifest, const PlanValues& values) : plugin_(manifest.name) {
+  std::vector<std::pair<std::string, std::string>> names;  // as the plugin reads it, and its key
   for (const Option& option : manifest.options) {
-    auto found = values.find(option.key);
-    SF_CHECK(found != values.end(), "plan lacks option {}", option.key);
-    Entry& entry = entries_[option.name];
-    entry.key = option.key;
+    names.emplace_back(option.name, option.key);
+  }
+  for (const std::string& key : manifest.claims) {
+    names.emplace_back(key, key);
+  }
+  for (const auto& [name, key] : names) {
+    auto found = values.find(key);
+    SF_CHECK(found != values.end(), "plan lacks option {}", key);
+    Entry& entry = entries_[name];
+    entry.key = key;
     entry.value = found->second;
     entry.list.struct_size = sizeof(sf_list);
     if (const auto* ints = std::get_if<std::vector<std::int64_t>>(&entry.value.value)) {

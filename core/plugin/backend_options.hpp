@@ -18,7 +18,7 @@ namespace sf {
 
 class BackendOptions {
  public:
-  /// `values` has every option of the manifest.
+  /// `values` has every option of the manifest, and every one of the host's that it claims.
   BackendOptions(const Manifest& manifest, const PlanValues& values);
   BackendOptions(const BackendOptions&) = delete;
   BackendOptions& operator=(const BackendOptions&) = delete;

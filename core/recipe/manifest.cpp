@@ -279,9 +279,11 @@ class ManifestReader {
       out.wants = as_texts(entry);
     } else if (entry.key == "conflicts") {
       out.conflicts = as_texts(entry);
+    } else if (entry.key == "claims") {
+      out.claims = as_texts(entry);
     } else {
       unknown(entry, {"name", "version", "kind", "summary", "homepage", "license", "provides", "wants",
-                      "conflicts"});
+                      "conflicts", "claims"});
     }
   }
 
@@ -370,6 +372,8 @@ class ManifestReader {
         option.renamed_from = as_text(entry);
       } else if (entry.key == "stage") {
         option.is_experimental = as_text(entry) == "experimental";
+      } else if (entry.key == "backend" && option.owner == "host") {
+        option.is_for_backend = entry.value.boolean;
       } else {
         unknown(entry, {"type", "default", "required", "help", "unit", "choices", "pattern", "form",
                         "range", "more_than", "less_than", "resume", "deprecated", "renamed_from", "stage"});

@@ -29,6 +29,7 @@ struct Option {
   std::string renamed_from;          // full key
   bool is_fixed = false;             // resume = "fixed"
   bool is_experimental = false;
+  bool is_for_backend = false;  // backend = true, host.toml alone: a plugin of the stack has to claim it
   std::string owner;  // "host" or the plugin's name
   std::string owner_version;
 };
@@ -83,6 +84,7 @@ struct ReadTensor {
 struct Manifest {
   std::string name, version, kind, summary, homepage, license;
   std::vector<std::string> provides, wants, conflicts;
+  std::vector<std::string> claims;  // the host's options that this plugin reads and acts on, by key
   std::vector<Option> options;
   std::vector<Rule> rules;
   std::vector<ReadTensor> reads;

@@ -196,6 +196,19 @@ class Judge {
   bool is_bad_ = false;
 };
 
+// "{backend.sharding}" in a message: the value of that option.
+std::string with_values(std::string text, const PlanValues& values) {
+  for (std::size_t open = text.find('{'); open != std::string::npos; open = text.find('{', open + 1)) {
+    const std::size_t close = text.find('}', open);
+    const auto found = close == std::string::npos ? values.end() : values.find(text.substr(open + 1, close - open - 1));
+    if (found != values.end()) {
+      const auto* plain = std::get_if<std::string>(&found->second.value);
+      text.replace(open, close - open + 1, plain != nullptr ? *plain : toml_text(found->second.value));
+    }
+  }
+  return text;
+}
+
 }  // namespace
 
 void check_rules(const std::vector<Rule>& rules, const RuleInput& input, Diagnostics& problems,
@@ -225,7 +238,7 @@ void check_rules(const std::vector<Rule>& rules, const RuleInput& input, Diagnos
       }
     }
     Diagnostic diagnostic{.id = rule.id,
-                          .message = rule.message,
+                          .message = with_values(rule.message, input.values),
                           .place = place,
                           .note = join(values, ", "),
                           .why = rule.why,
@@ -235,6 +248,40 @@ void check_rules(const std::vector<Rule>& rules, const RuleInput& input, Diagnos
     } else {
       problems.error(diagnostic);
     }
+  }
+}
+
+void check_claims(const std::vector<Manifest>& stack, const std::vector<Manifest>& installed, const PlanValues& values,
+                  Diagnostics& problems) {
+  const auto claims = [](const Manifest& manifest, const std::string& key) {
+    return std::find(manifest.claims.begin(), manifest.claims.end(), key) != manifest.claims.end();
+  };
+  const std::vector<Option>& options = host_manifest().options;
+  for (const Manifest& manifest : stack) {
+    for (const std::string& key : manifest.claims) {
+      if (std::none_of(options.begin(), options.end(), [&](const Option& option) { return option.key == key && option.is_for_backend; })) {
+        problems.error({.id = "plugin/bad-manifest",
+                        .message = format("plugin \"{}\" claims the option {}, which the host does not hand to plugins", manifest.name, key)});
+      }
+    }
+  }
+  for (const Option& option : options) {
+    const auto found = values.find(option.key);
+    if (!option.is_for_backend || found == values.end() || found->second.value == option.default_value ||
+        std::any_of(stack.begin(), stack.end(), [&](const Manifest& manifest) { return claims(manifest, option.key); })) {
+      continue;
+    }
+    std::vector<std::string> others;
+    for (const Manifest& manifest : installed) {
+      if (claims(manifest, option.key)) {
+        others.push_back(manifest.name);
+      }
+    }
+    problems.error({.id = "recipe/not-offered",
+                    .message = format("{} = {}, but no plugin of this run offers it", option.key, toml_text(found->second.value)),
+                    .place = found->second.place,
+                    .why = "an option that nobody acts on would be lost in silence",
+                    .fix = others.empty() ? "leave the key out" : format("use {}, or leave the key out", join(others, " or "))});
   }
 }
 

@@ -20,12 +20,16 @@ struct RuleInput {
   const std::set<std::string>& plugins;       // names in the stack
 };
 
-/// Judges all rules. A broken one becomes an error or a warning with its id; its note lists the values it
+/// Judges all rules; "{key}" in a message is the value of that option. A broken one becomes an error or a warning with its id; its note lists the values it
 /// spoke about. A rule that needs an unknown fact goes to `undecided` as "id: needs fact.device.sm". A
 /// condition on an option of a plugin outside the stack is false; a key that nobody has, or a test that its
 /// type does not have, is plugin/bad-manifest.
 void check_rules(const std::vector<Rule>& rules, const RuleInput& input, Diagnostics& problems,
                  std::vector<std::string>& undecided);
+
+/// Options of the host that are for a plugin of the stack: one that differs from its default and that no manifest claims is
+/// recipe/not-offered; a claim on a key that the host lacks is plugin/bad-manifest. `installed` names who would claim it.
+void check_claims(const std::vector<Manifest>& stack, const std::vector<Manifest>& installed, const PlanValues& values, Diagnostics& problems);
 
 /// The capabilities that plugins want and refuse: plugin/unmet-want, plugin/conflict.
 void check_capabilities(const std::vector<Manifest>& stack, Diagnostics& problems);

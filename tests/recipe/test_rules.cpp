@@ -203,3 +203,46 @@ TEST_CASE("rules: wanted capabilities must be there and refused ones must not") 
   check_capabilities({fp8, fsdp2, int4}, conflict);
   CHECK(conflict.contains("plugin/conflict"));
 }
+
+TEST_CASE("rules: a message says the values of the options that it names in braces") {
+  Outcome out = judge("when = [{ option = \"gather\", is = true }]\nreject = true\n", {"plugin.fp8.gather=true"});
+  CHECK(out.problems.all()[0].message == "m");
+  Manifest manifest = manifest_of(std::string(kOptions) +
+                                  "[[rules]]\nid = \"r\"\nfix = \"f\"\nreject = true\nmessage = \"{plugin.fp8.mode} of {plugin.fp8.lengths}, {not.known}\"\n");
+  Diagnostics problems;
+  Schema schema;
+  schema.add(manifest, problems);
+  RawValues raw;
+  apply_overrides({"plugin.fp8.lengths=[1, 2]"}, raw, problems);
+  PlanValues values = schema.resolve(raw, {}, false, problems);
+  std::vector<std::string> undecided;
+  check_rules(manifest.rules, {values, {}, {}, {"fp8"}}, problems, undecided);
+  REQUIRE(problems.error_count() == 1);
+  CHECK(problems.all()[0].message == "a of [1, 2], {not.known}");
+}
+
+TEST_CASE("claims: an option for a plugin of the stack that none of them acts on is refused, with who would; its default is not") {
+  const auto said = [](const std::string& set, const std::vector<std::string>& stack_claims) {
+    Diagnostics problems;
+    Schema schema;
+    schema.add(host_manifest(), problems);
+    RawValues raw;
+    apply_overrides({"model.target_model_path=/target", "algorithm.name=x", set}, raw, problems);
+    PlanValues values = schema.resolve(raw, {}, false, problems);
+    Manifest chosen = manifest_of("");
+    chosen.claims = stack_claims;
+    Manifest other = manifest_of("");
+    other.name = "other";
+    other.claims = {"training.shard_frozen_tables"};
+    check_claims({chosen}, {chosen, other}, values, problems);
+    return problems.text();
+  };
+  CHECK(said("training.shard_frozen_tables=false", {}).empty());
+  CHECK(said("training.shard_frozen_tables=true", {"training.shard_frozen_tables"}).empty());
+  CHECK(said("training.seed=1", {}).empty());  // the host acts on it itself
+  CHECK(said("training.shard_frozen_tables=true", {}) ==
+        "error[recipe/not-offered] --set training.shard_frozen_tables=true: training.shard_frozen_tables = true, but no plugin of this run "
+        "offers it\n  why:  an option that nobody acts on would be lost in silence\n  fix:  use other, or leave the key out\n");
+  CHECK(said("training.reduce_dtype=float32", {}).find("fix:  leave the key out") != std::string::npos);
+  CHECK(said("training.seed=1", {"training.seed"}).find("plugin/bad-manifest") != std::string::npos);
+}
