@@ -190,6 +190,9 @@ class StepBench {
       window();
     }
     wait_for(session_->placement.device);
+    if (context.check_effects) {
+      context.check_effects();
+    }
     const int64_t memory_at_rest = memory_use(session_->placement.device).now;
     reset_memory_peak(session_->placement.device);
 

@@ -279,10 +279,6 @@ ExitCode run_bench(const Command& command) {
                                                            .variable_length = command.variable_length,
                                                            .label = label});
   result.set("versions", Json::object().set("sf", SF_SDK_VERSION));
-  if (!session.check_effects()) {
-    session.close();
-    return session.code();
-  }
   if (!command.output.empty()) {
     atomic_write(command.output, result.dump(2) + "\n", ExitCode::kUsage);
   }
