@@ -190,3 +190,31 @@ TEST_CASE("options: a claim needs the right name and the right type") {
   CHECK(options.effect("rate") == 5);
   CHECK(table->report_effect(table->ctx, "rate", -1) == SF_INTERNAL);
 }
+
+TEST_CASE("options: an option of the host that a plugin claims is read under its own key, with claim and effect") {
+  Diagnostics problems;
+  auto manifest = parse_manifest(
+      "[plugin]\nname = \"x\"\nversion = \"1\"\nkind = \"sharding\"\nsummary = \"s\"\nclaims = [\"training.shard_frozen_tables\"]\n", "x",
+      problems);
+  REQUIRE_MESSAGE(manifest, problems.text());
+  Schema schema;
+  schema.add(host_manifest(), problems);
+  schema.add(*manifest, problems);
+  RawValues raw;
+  apply_overrides({"model.target_model_path=t", "algorithm.name=a", "training.shard_frozen_tables=true"}, raw, problems);
+  BackendOptions options(*manifest, schema.resolve(raw, {}, false, problems));
+  REQUIRE_MESSAGE(!problems.has_errors(), problems.text());
+  const sf_options* table = options.table();
+  options.check_claims(problems);
+  CHECK(problems.contains("plugin/option-unclaimed"));
+  std::int32_t value = 0;
+  CHECK(table->get_bool(table->ctx, "training.shard_frozen_tables", &value) == SF_OK);
+  CHECK(value == 1);
+  CHECK(table->get_bool(table->ctx, "training.static_shapes", &value) == SF_INTERNAL);  // the host's own affair
+  Diagnostics after;
+  options.check_claims(after);
+  CHECK(table->report_effect(table->ctx, "training.shard_frozen_tables", 0) == SF_OK);
+  CHECK_FALSE(after.has_errors());
+  options.check_effects(after);
+  CHECK(after.all()[0].message == "training.shard_frozen_tables was asked for, but nothing in this model is changed by it");
+}
