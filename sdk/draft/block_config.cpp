@@ -47,12 +47,13 @@ size_t distance(const std::string& from, const std::string& to) {
 }
 
 // A key that nobody reads is a setting that its writer believes in.
-void check_keys(const Json* inner, std::span<const char* const> known_keys) {
+void check_keys(const Json* inner, std::span<const char* const> known_keys, ConfigProblems& problems) {
   if (inner == nullptr || inner->is_null()) {
     return;
   }
   if (!inner->is_object()) {
-    refuse_config("the draft's configuration has dflash_config = " + inner->dump() + ", an object expected", "correct model.draft_model_config");
+    problems.add(kBlockConfig, "the draft's configuration has dflash_config = " + inner->dump() + ", an object expected");
+    return;
   }
   for (const auto& [key, value] : inner->entries()) {
     std::string known;
@@ -64,8 +65,8 @@ void check_keys(const Json* inner, std::span<const char* const> known_keys) {
       nearest = distance(key, candidate) < distance(key, nearest) ? candidate : nearest;
     }
     if (!is_known) {
-      refuse_config("the draft's configuration has the unknown key dflash_config." + key + "; known are " + known,
-                    distance(key, nearest) <= 3 ? std::string("did you mean \"") + nearest + "\"?" : "leave it out of model.draft_model_config");
+      problems.add("dflash_config." + key, "the draft's configuration has the unknown key dflash_config." + key + "; known are " + known,
+                   distance(key, nearest) <= 3 ? std::string("did you mean \"") + nearest + "\"?" : "leave it out of model.draft_model_config");
     }
   }
 }
@@ -226,22 +227,28 @@ BlockTexts read_block_texts(const ModelFacts& facts, const std::function<Json(co
   return texts;
 }
 
-BlockConfig resolve_block_config(const ModelFacts& facts, const BlockTexts& texts, const BlockConfigRules& rules) {
+BlockConfig resolve_block_config(const ModelFacts& facts, const BlockTexts& texts, const BlockConfigRules& rules, ConfigProblems& problems) {
   BlockConfig config;
-  config.layers = read_draft_config(texts.draft, facts.rope_rounding == "reference" ? RopeRounding::kReference : RopeRounding::kExact);
-  if (std::find(rules.architectures.begin(), rules.architectures.end(), config.layers.architecture) == rules.architectures.end()) {
+  config.layers = read_draft_config(texts.draft, facts.rope_rounding == "reference" ? RopeRounding::kReference : RopeRounding::kExact, problems);
+  if (!problems.is_bad("architectures") &&
+      std::find(rules.architectures.begin(), rules.architectures.end(), config.layers.architecture) == rules.architectures.end()) {
     std::string trained;
     for (const std::string& name : rules.architectures) {
       trained += (trained.empty() ? "" : " and ") + name;
     }
-    refuse_config("the draft's architecture is \"" + config.layers.architecture + "\"; this plugin trains " + trained,
-                  "choose another algorithm.name, or correct \"architectures\"");
+    problems.add("architectures", "the draft's architecture is \"" + config.layers.architecture + "\"; this plugin trains " + trained,
+                 "choose another algorithm.name, or correct \"architectures\"");
+    problems.finish();  // the keys of another family's drafts mean something else
   }
-  const Json* inner = texts.inner();
-  check_keys(inner, rules.inner_keys);
-  config.block_size = block_size(facts, integer_at(&texts.draft, "block_size", ""), integer_at(inner, "block_size", "dflash_config."));
+  const bool has_inner = texts.inner() != nullptr && texts.inner()->is_object();
+  check_keys(texts.inner(), rules.inner_keys, problems);
+  const Json* inner = has_inner ? texts.inner() : nullptr;
+  config.block_size = kBlockSizeDefault;
+  problems.attempt("block_size", [&] {
+    config.block_size = block_size(facts, integer_at(&texts.draft, "block_size", ""), integer_at(inner, "block_size", "dflash_config."));
+  });
 
-  config.target_layers = integer_at(&texts.draft, "num_target_layers", "").value_or(-1);
+  problems.attempt("num_target_layers", [&] { config.target_layers = integer_at(&texts.draft, "num_target_layers", "").value_or(-1); });
   const Json empty = Json::object();
   const Json& target = texts.target.is_null() ? empty : text_part(texts.target);
   if (!texts.target.is_null()) {
@@ -249,36 +256,47 @@ BlockConfig resolve_block_config(const ModelFacts& facts, const BlockTexts& text
       config.target_layers = target.at("num_hidden_layers").as_int();
     }
     const Json* hidden = target.find("hidden_size");
-    if (hidden != nullptr && hidden->is_int() && hidden->as_int() != config.layers.hidden_size) {
-      refuse_config("the draft's hidden_size is " + std::to_string(config.layers.hidden_size) + ", the target's " + hidden->dump() +
-                        "; the draft uses the target's embedding, head and states, so they have to agree",
-                    "set hidden_size = " + hidden->dump() + " in the draft's configuration");
+    if (hidden != nullptr && hidden->is_int() && hidden->as_int() != config.layers.hidden_size && !problems.is_bad("hidden_size")) {
+      problems.add("hidden_size",
+                   "the draft's hidden_size is " + std::to_string(config.layers.hidden_size) + ", the target's " + hidden->dump() +
+                       "; the draft uses the target's embedding, head and states, so they have to agree",
+                   "set hidden_size = " + hidden->dump() + " in the draft's configuration");
     }
     const int64_t vocabulary = vocabulary_size(texts.target);
-    if (vocabulary > 0 && vocabulary != config.layers.vocab_size) {
-      refuse_config("the draft's vocab_size is " + std::to_string(config.layers.vocab_size) + ", the target's embedding has " +
-                        std::to_string(vocabulary) + " tokens",
-                    "set vocab_size = " + std::to_string(vocabulary) + " in the draft's configuration");
+    if (vocabulary > 0 && vocabulary != config.layers.vocab_size && !problems.is_bad("vocab_size")) {
+      problems.add("vocab_size",
+                   "the draft's vocab_size is " + std::to_string(config.layers.vocab_size) + ", the target's embedding has " +
+                       std::to_string(vocabulary) + " tokens",
+                   "set vocab_size = " + std::to_string(vocabulary) + " in the draft's configuration");
     }
   }
-  config.target_layer_ids = target_layers(facts, texts, config.target_layers, config.layers.layers);
-  check_target_layers(config);
-
-  const int64_t nested_mask = inner == nullptr || inner->is_null() ? -1 : token_id(*inner, "mask_token_id");
-  const int64_t top_mask = token_id(texts.draft, "mask_token_id");
-  if (facts.mask_token_id < 0 && nested_mask >= 0 && top_mask >= 0 && nested_mask != top_mask) {
-    refuse_config("the draft's configuration has mask_token_id = " + std::to_string(top_mask) + ", but dflash_config.mask_token_id = " +
-                      std::to_string(nested_mask),
-                  "correct one of them in model.draft_model_config, or set model.mask_token_id");
+  if (!problems.is_bad("num_hidden_layers")) {
+    problems.attempt("target_layer_ids", [&] {
+      config.target_layer_ids = target_layers(facts, texts, config.target_layers, config.layers.layers);
+      check_target_layers(config);
+    });
   }
-  config.mask_token_id = resolve_mask_token({.explicit_id = facts.mask_token_id,
-                                             .config_id = nested_mask >= 0 ? nested_mask : top_mask,
-                                             .tokenizer_mask_id = facts.tokenizer_mask_token_id,
-                                             .tokenizer_tokens = facts.tokenizer_tokens,
-                                             .pad_id = token_id(target, "pad_token_id"),
-                                             .eos_id = token_id(target, "eos_token_id"),
-                                             .unk_id = token_id(target, "unk_token_id"),
-                                             .vocab_size = config.layers.vocab_size});
+
+  problems.attempt("mask_token_id", [&] {
+    const int64_t nested_mask = inner == nullptr ? -1 : token_id(*inner, "mask_token_id");
+    const int64_t top_mask = token_id(texts.draft, "mask_token_id");
+    if (facts.mask_token_id < 0 && nested_mask >= 0 && top_mask >= 0 && nested_mask != top_mask) {
+      refuse_config("the draft's configuration has mask_token_id = " + std::to_string(top_mask) + ", but dflash_config.mask_token_id = " +
+                        std::to_string(nested_mask),
+                    "correct one of them in model.draft_model_config, or set model.mask_token_id");
+    }
+    if (problems.is_bad("vocab_size")) {
+      return;
+    }
+    config.mask_token_id = resolve_mask_token({.explicit_id = facts.mask_token_id,
+                                               .config_id = nested_mask >= 0 ? nested_mask : top_mask,
+                                               .tokenizer_mask_id = facts.tokenizer_mask_token_id,
+                                               .tokenizer_tokens = facts.tokenizer_tokens,
+                                               .pad_id = token_id(target, "pad_token_id"),
+                                               .eos_id = token_id(target, "eos_token_id"),
+                                               .unk_id = token_id(target, "unk_token_id"),
+                                               .vocab_size = config.layers.vocab_size});
+  });
   return config;
 }
 

@@ -1,7 +1,7 @@
 // sdk/draft/block_config.hpp: the configuration that drafts of whole blocks share (DFlash, DFlash2, DSpark): layers, block size, the target layers that
 // are read, the mask token, and where each of them stands in a config.json. No LibTorch calls.
 //
-// An algorithm calls, in this order: read_block_texts · resolve_block_config · its own keys and checks · write_block_config.
+// An algorithm calls, in this order: read_block_texts · resolve_block_config · its own keys and checks · problems.finish · write_block_config.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "sdk/draft/config_problems.hpp"
 #include "sdk/draft/draft_config.hpp"
 #include "sf/algorithm.hpp"
 #include "sf/json.hpp"
@@ -46,8 +47,9 @@ struct BlockConfigRules {
 };
 
 /// Checks the layers, the architecture, the keys of dflash_config, both places of block_size against each other, sizes against the target's, target
-/// layers and mask token. Throws sf::Error (usage) with what was found, why and a fix.
-[[nodiscard]] BlockConfig resolve_block_config(const ModelFacts& facts, const BlockTexts& texts, const BlockConfigRules& rules);
+/// layers and mask token. Adds what is wrong to `problems`, all of it, and goes on with a value that works; the algorithm adds its own and calls finish().
+[[nodiscard]] BlockConfig resolve_block_config(const ModelFacts& facts, const BlockTexts& texts, const BlockConfigRules& rules,
+                                               ConfigProblems& problems);
 
 /// Writes what was resolved where engines look for it, so that a checkpoint says all that a draft is.
 void write_block_config(Json& json, const BlockConfig& config, const ModelFacts& facts, const Json& target);

@@ -70,17 +70,22 @@ def a_draft_configuration_with_several_mistakes_is_told_whole_before_anything_is
     work.host("train")
     work.host("export", "--output", work.path / "export")
     config = json.loads((work.path / "export/config.json").read_text())
-    config |= {"hidden_act": "gelu", "attention_dropout": 0.1, "num_key_value_heads": 3, "rms_norm_eps": "small"}
+    config |= {"hidden_act": "gelu", "attention_dropout": 0.1, "num_key_value_heads": 3, "rms_norm_eps": "small", "vocab_size": 300, "block_size": 1}
+    config["dflash_config"] |= {"block_size": 1, "target_layer_ids": [1, 99], "selector_rank": 0, "selector_topk": 4}
+    del config["dflash_config"]["conv_group_size"]
     plain.write_text(json.dumps(config))
-    sets = ["--set", f'model.draft_model_config="{plain}"', "--set", 'run_id="other"']
+    mistakes = ['"hidden_act" is "gelu"', '"attention_dropout"', '"num_key_value_heads" 3', '"rms_norm_eps" is "small"', "vocab_size is 300", "block_size is 1",
+                "target layer 99", "selector_rank is 0", "unknown key dflash_config.selector_topk", 'did you mean "selector_top_k"',
+                "dflash_config.conv_group_size is missing"]
+    sets = ["--set", f'model.draft_model_config="{plain}"', "--set", 'run_id="other"', "--set", "model.draft_block_size=0", "--set", "model.target_layer_ids=[]"]
     for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"):
         sets += ["--set", f"plugin.dflash2.{name}=0"]
     for verb in ("train", "plan", "capture"):
         told = work.host(verb, *sets, code=2).stderr
-        expect(told, "error[draft/bad-config]", str(plain), '"hidden_act" is "gelu"', '"attention_dropout"', '"num_key_value_heads" 3', '"rms_norm_eps" is "small"', "4 errors.")
-        assert told.count("fix:") == 4, told
+        expect(told, "error[draft/bad-config]", str(plain), *mistakes, "10 errors.")
+        assert told.count("fix:") == 10, told
     problems = json.loads(work.host("train", *sets, "--json", code=2).stdout)["problems"]
-    assert [problem["id"] for problem in problems] == ["draft/bad-config"] * 4, problems
+    assert [problem["id"] for problem in problems] == ["draft/bad-config"] * 10, problems
     assert not (work.path / "out/other").exists()
     shutil.rmtree(work.path)
 

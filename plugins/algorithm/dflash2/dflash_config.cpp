@@ -12,7 +12,7 @@ constexpr const char* kInnerKeys[] = {"block_size",    "target_layer_ids", "mask
                                       "selector_rank", "selector_top_k",   "output_multiplier", "final_logit_softcapping"};
 
 // The rules of plugin.toml judge options without the configuration; what only a selector reads is judged here.
-void check_selector_options(const DflashOptions& options) {
+void check_selector_options(const DflashOptions& options, draft::ConfigProblems& problems) {
   const DflashOptions unset;
   for (const auto& [is_set, key] : {std::pair<bool, const char*>{options.selector_loss_alpha != unset.selector_loss_alpha, "training.dflash2_selector_loss_alpha"},
                                     {options.selector_warmup_ratio != unset.selector_warmup_ratio, "training.dflash2_selector_warmup_ratio"},
@@ -20,8 +20,8 @@ void check_selector_options(const DflashOptions& options) {
                                     {options.selector_stop_gradient != unset.selector_stop_gradient, "training.dflash2_selector_stop_gradient"},
                                     {options.insert_gold != unset.insert_gold, "algorithm.selector_policy"}}) {
     if (is_set) {
-      draft::refuse_config(std::string(key) + " is set, but the draft's configuration is of " + kDflashArchitecture + ", which has no selector",
-             std::string("leave ") + key + " out, or name a configuration of " + kDflash2Architecture);
+      problems.add("architectures", std::string(key) + " is set, but the draft's configuration is of " + kDflashArchitecture + ", which has no selector",
+                   std::string("leave ") + key + " out, or name a configuration of " + kDflash2Architecture);
     }
   }
 }
@@ -40,34 +40,48 @@ Json made_config(const Json& target, int64_t layers, const DflashOptions& option
   return config;
 }
 
-void check(const DflashConfig& config, const ModelFacts& facts) {
-  const int64_t h = config.layers.hidden_size;
+// The keys that DFlash2 alone has.
+void read_dflash2_keys(const Json* inner, const ModelFacts& facts, DflashConfig& config, draft::ConfigProblems& problems) {
   // Where a number came from, and so where it is corrected.
-  const auto place = [&](const char* key) {
-    return facts.draft_config_json.empty() ? std::string("plugin.dflash2.") + key
-                                           : std::string("dflash_config.") + key + " in model.draft_model_config";
+  const auto place = [&](const std::string& key) {
+    return facts.draft_config_json.empty() ? "plugin.dflash2." + key : problems.place_of("dflash_config." + key);
   };
-  if (!config.dflash2) {
-    return;
+  const auto is_whole = [&](const char* key, int64_t& value) {
+    return problems.attempt(key, [&] {
+      const std::optional<int64_t> found = draft::integer_at(inner, key, "dflash_config.");
+      if (!found) {
+        draft::refuse_config(std::string("dflash_config.") + key + " is missing; DFlash2 needs it", "add it to the draft's configuration");
+      }
+      value = *found;
+    });
+  };
+  const int64_t h = config.layers.hidden_size;
+  if (is_whole("conv_kernel_size", config.conv_taps) && !problems.is_bad("block_size") &&
+      (config.conv_taps < 1 || config.conv_taps > config.block_size)) {
+    problems.add("conv_kernel_size",
+                 "conv_kernel_size is " + std::to_string(config.conv_taps) + ", 1 to block_size (" + std::to_string(config.block_size) + ") expected",
+                 "correct " + place("conv_kernel_size"));
   }
-  if (config.conv_taps < 1 || config.conv_taps > config.block_size) {
-    draft::refuse_config("conv_kernel_size is " + std::to_string(config.conv_taps) + ", 1 to block_size (" + std::to_string(config.block_size) + ") expected",
-           "correct " + place("conv_kernel_size"));
+  if (is_whole("conv_group_size", config.conv_group_size) && !problems.is_bad("hidden_size") &&
+      (config.conv_group_size < 1 || h % config.conv_group_size != 0)) {
+    problems.add("conv_group_size", "conv_group_size " + std::to_string(config.conv_group_size) + " does not divide hidden_size " + std::to_string(h),
+                 "choose a divisor of " + std::to_string(h) + " for " + place("conv_group_size"));
   }
-  if (config.conv_group_size < 1 || h % config.conv_group_size != 0) {
-    draft::refuse_config("conv_group_size " + std::to_string(config.conv_group_size) + " does not divide hidden_size " + std::to_string(h),
-           "choose a divisor of " + std::to_string(h) + " for " + place("conv_group_size"));
+  if (is_whole("selector_rank", config.selector_rank) && config.selector_rank < 1) {
+    problems.add("selector_rank", "selector_rank is " + std::to_string(config.selector_rank) + ", at least 1 expected", "correct " + place("selector_rank"));
   }
-  if (config.selector_rank < 1) {
-    draft::refuse_config("selector_rank is " + std::to_string(config.selector_rank) + ", at least 1 expected", "correct " + place("selector_rank"));
+  if (is_whole("selector_top_k", config.selector_top_k) && !problems.is_bad("vocab_size") &&
+      (config.selector_top_k < 1 || config.selector_top_k > config.layers.vocab_size)) {
+    problems.add("selector_top_k",
+                 "selector_top_k is " + std::to_string(config.selector_top_k) + ", 1 to the vocabulary's " +
+                     std::to_string(config.layers.vocab_size) + " expected",
+                 "correct " + place("selector_top_k"));
   }
-  if (config.selector_top_k < 1 || config.selector_top_k > config.layers.vocab_size) {
-    draft::refuse_config("selector_top_k is " + std::to_string(config.selector_top_k) + ", 1 to the vocabulary's " +
-               std::to_string(config.layers.vocab_size) + " expected",
-           "correct " + place("selector_top_k"));
-  }
+  problems.attempt("output_multiplier", [&] { config.output_multiplier = draft::number_at(inner, "output_multiplier", "dflash_config.", 1); });
+  problems.attempt("final_logit_softcapping",
+                   [&] { config.final_logit_softcapping = draft::number_at(inner, "final_logit_softcapping", "dflash_config.", 0); });
   if (!(config.output_multiplier > 0) || config.final_logit_softcapping < 0) {
-    draft::refuse_config("output_multiplier and final_logit_softcapping have to be positive", "correct dflash_config");
+    problems.add("output_multiplier", "output_multiplier and final_logit_softcapping have to be positive", "correct dflash_config");
   }
 }
 
@@ -75,30 +89,18 @@ void check(const DflashConfig& config, const ModelFacts& facts) {
 
 DflashConfig resolve_dflash_config(const ModelFacts& facts, const DflashOptions& options) {
   draft::BlockTexts texts = draft::read_block_texts(facts, [&](const Json& target, int64_t layers) { return made_config(target, layers, options); });
+  draft::ConfigProblems problems(facts.draft_config_path);
   DflashConfig config;
-  static_cast<draft::BlockConfig&>(config) =
-      draft::resolve_block_config(facts, texts, {.architectures = {kDflashArchitecture, kDflash2Architecture}, .inner_keys = kInnerKeys});
+  static_cast<draft::BlockConfig&>(config) = draft::resolve_block_config(
+      facts, texts, {.architectures = {kDflashArchitecture, kDflash2Architecture}, .inner_keys = kInnerKeys}, problems);
   config.dflash2 = config.layers.architecture == kDflash2Architecture;
-  if (!config.dflash2 && !facts.draft_config_json.empty()) {
-    check_selector_options(options);
+  if (!config.dflash2 && !facts.draft_config_json.empty() && !problems.is_bad("architectures")) {
+    check_selector_options(options, problems);
   }
-  if (config.dflash2) {
-    const Json* inner = texts.inner();
-    const auto mandatory = [&](const char* key) {
-      const std::optional<int64_t> value = draft::integer_at(inner, key, "dflash_config.");
-      if (!value) {
-        draft::refuse_config(std::string("dflash_config.") + key + " is missing; DFlash2 needs it", "add it to the draft's configuration");
-      }
-      return *value;
-    };
-    config.conv_taps = mandatory("conv_kernel_size");
-    config.conv_group_size = mandatory("conv_group_size");
-    config.selector_rank = mandatory("selector_rank");
-    config.selector_top_k = mandatory("selector_top_k");
-    config.output_multiplier = draft::number_at(inner, "output_multiplier", "dflash_config.", 1);
-    config.final_logit_softcapping = draft::number_at(inner, "final_logit_softcapping", "dflash_config.", 0);
+  if (config.dflash2 && !problems.is_bad(draft::kBlockConfig)) {
+    read_dflash2_keys(texts.inner(), facts, config, problems);
   }
-  check(config, facts);
+  problems.finish();
   draft::write_block_config(texts.draft, config, facts, texts.target);
   config.json = texts.draft.dump(2);
   return config;

@@ -89,6 +89,35 @@ void check_heads(const DsparkConfig& config, const ModelFacts& facts) {
   }
 }
 
+// The keys that DSpark alone has; the attention mode, which is written back.
+std::string read_dspark_keys(const draft::BlockTexts& texts, const ModelFacts& facts, DsparkConfig& config, draft::ConfigProblems& problems) {
+  const Json* inner = texts.inner();
+  problems.attempt("markov_rank", [&] { check_both_places(texts); });
+  problems.attempt("projector_type", [&] {
+    const std::string projector = draft::string_at(inner, "projector_type", "dflash_config.").value_or("dspark");
+    if (projector != "dspark") {
+      draft::refuse_config("dflash_config.projector_type is \"" + projector + "\", \"dspark\" expected", "correct it, or leave it out");
+    }
+  });
+  std::string mode = config.layers.heads == config.layers.kv_heads ? "mha" : "gqa";
+  problems.attempt("attention_mode", [&] {
+    mode = draft::string_at(inner, "attention_mode", "dflash_config.").value_or(mode);
+    if (!problems.is_bad("num_attention_heads") && !problems.is_bad("num_key_value_heads")) {
+      check_attention_mode(config, mode);
+    }
+  });
+  problems.attempt("markov_head_type",
+                   [&] { config.markov_head = markov_head(either<std::string>(texts, "markov_head_type", draft::string_at).value_or("vanilla")); });
+  problems.attempt("heads", [&] {
+    config.markov_rank = either<int64_t>(texts, "markov_rank", draft::integer_at).value_or(0);
+    const double configured_alpha = draft::number_at(inner, "confidence_head_alpha", "dflash_config.", 0);
+    config.confidence_head = either<bool>(texts, "enable_confidence_head", draft::boolean_at).value_or(configured_alpha > 0);
+    config.confidence_with_markov = either<bool>(texts, "confidence_head_with_markov", draft::boolean_at).value_or(false);
+    check_heads(config, facts);
+  });
+  return mode;
+}
+
 }  // namespace
 
 const char* name_of(MarkovHead head) {
@@ -102,25 +131,15 @@ const char* name_of(MarkovHead head) {
 
 DsparkConfig resolve_dspark_config(const ModelFacts& facts, const DsparkOptions& options) {
   draft::BlockTexts texts = draft::read_block_texts(facts, [&](const Json& target, int64_t layers) { return made_config(target, layers, options); });
+  draft::ConfigProblems problems(facts.draft_config_path);
   DsparkConfig config;
   static_cast<draft::BlockConfig&>(config) =
-      draft::resolve_block_config(facts, texts, {.architectures = {kDsparkArchitecture}, .inner_keys = kInnerKeys});
-  check_both_places(texts);
-  const Json* inner = texts.inner();
-  const std::string projector = draft::string_at(inner, "projector_type", "dflash_config.").value_or("dspark");
-  if (projector != "dspark") {
-    draft::refuse_config("dflash_config.projector_type is \"" + projector + "\", \"dspark\" expected", "correct it, or leave it out");
+      draft::resolve_block_config(facts, texts, {.architectures = {kDsparkArchitecture}, .inner_keys = kInnerKeys}, problems);
+  std::string mode;
+  if (!problems.is_bad(draft::kBlockConfig)) {
+    mode = read_dspark_keys(texts, facts, config, problems);
   }
-  const std::string mode =
-      draft::string_at(inner, "attention_mode", "dflash_config.").value_or(config.layers.heads == config.layers.kv_heads ? "mha" : "gqa");
-  check_attention_mode(config, mode);
-  config.markov_rank = either<int64_t>(texts, "markov_rank", draft::integer_at).value_or(0);
-  config.markov_head = markov_head(either<std::string>(texts, "markov_head_type", draft::string_at).value_or("vanilla"));
-  const double configured_alpha = draft::number_at(inner, "confidence_head_alpha", "dflash_config.", 0);
-  config.confidence_head = either<bool>(texts, "enable_confidence_head", draft::boolean_at).value_or(configured_alpha > 0);
-  config.confidence_with_markov = either<bool>(texts, "confidence_head_with_markov", draft::boolean_at).value_or(false);
-  check_heads(config, facts);
-
+  problems.finish();
   draft::write_block_config(texts.draft, config, facts, texts.target);
   Json& written = *texts.draft.find(draft::kBlockConfig);
   written.set("projector_type", "dspark");
