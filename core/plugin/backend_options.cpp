@@ -1,5 +1,7 @@
 #include "core/plugin/backend_options.hpp"
 
+#include <algorithm>
+
 #include "core/base/error.hpp"
 #include "core/base/text.hpp"
 
@@ -19,19 +21,22 @@ const T* BackendOptions::claim(void* self, const char* name) {
 }
 
 BackendOptions::BackendOptions(const Manifest& manifest, const PlanValues& values) : plugin_(manifest.name) {
-  std::vector<std::pair<std::string, std::string>> names;  // as the plugin reads it, and its key
+  std::vector<const Option*> options;
   for (const Option& option : manifest.options) {
-    names.emplace_back(option.name, option.key);
+    options.push_back(&option);
   }
-  for (const std::string& key : manifest.claims) {
-    names.emplace_back(key, key);
+  for (const Option& option : host_manifest().options) {
+    if (std::find(manifest.claims.begin(), manifest.claims.end(), option.key) != manifest.claims.end()) {
+      options.push_back(&option);
+    }
   }
-  for (const auto& [name, key] : names) {
-    auto found = values.find(key);
-    SF_CHECK(found != values.end(), "plan lacks option {}", key);
-    Entry& entry = entries_[name];
-    entry.key = key;
+  for (const Option* option : options) {
+    auto found = values.find(option->key);
+    SF_CHECK(found != values.end(), "plan lacks option {}", option->key);
+    Entry& entry = entries_[option->name];
+    entry.key = option->key;
     entry.value = found->second;
+    entry.is_default = option->default_value && *option->default_value == entry.value.value;
     entry.list.struct_size = sizeof(sf_list);
     if (const auto* ints = std::get_if<std::vector<std::int64_t>>(&entry.value.value)) {
       entry.list.type = SF_LIST_INTS;
@@ -111,7 +116,7 @@ void BackendOptions::check_claims(Diagnostics& problems) const {
 
 void BackendOptions::check_effects(Diagnostics& problems) const {
   for (const auto& [name, entry] : entries_) {
-    if (entry.value.is_set && entry.effect == 0) {
+    if (entry.value.is_set && !entry.is_default && entry.effect == 0) {
       problems.error(
           {.id = "plugin/option-no-effect",
            .message = format("{} was asked for, but nothing in this model is changed by it", entry.key),

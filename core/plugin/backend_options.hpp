@@ -28,7 +28,7 @@ class BackendOptions {
 
   /// plugin/option-unclaimed for each option that was set and never read.
   void check_claims(Diagnostics& problems) const;
-  /// plugin/option-no-effect for each that was set and for which only zeros were reported.
+  /// plugin/option-no-effect for each that was set to something else than its default and for which only zeros were reported.
   void check_effects(Diagnostics& problems) const;
 
   [[nodiscard]] bool is_claimed(const std::string& name) const;
@@ -39,6 +39,7 @@ class BackendOptions {
   struct Entry {
     std::string key;
     PlanValue value;
+    bool is_default = false;
     bool is_claimed = false;
     std::int64_t effect = -1;
     std::vector<const char*> texts;  // what `list` points to

@@ -254,6 +254,31 @@ def each_option_changes_something_or_ends_the_run():
         shutil.rmtree(one.path)
 
 
+BACKEND_OPTIONS = {"shard_frozen_tables": "true", "reduce_scatter_max_input_buffers": "2", "separate_reduce_scatter_group": "true",
+                   "reduce_dtype": '"float32"', "fsdp_sharding": '"FULL_SHARD"'}
+
+
+def what_a_backend_does_not_offer_is_refused_by_name_and_one_rank_is_told():
+    work = captured()
+    for name, value in BACKEND_OPTIONS.items():
+        for backend in ("single", "fsdp1"):
+            if backend == "fsdp1" and name == "fsdp_sharding":
+                continue
+            for verb, *arguments in (["plan"], ["train"], ["eval", "--checkpoint", "untrained"], ["bench", *BENCH]):
+                told = work.host(verb, *arguments, "--backend", backend, "--set", f"training.{name}={value}", code=2).stderr
+                expect(told, f"{backend} does not offer training.{name}; fsdp", "fix:")
+    every = [part for name, value in BACKEND_OPTIONS.items() for part in ("--set", f"training.{name}={value}")]
+    told = work.host("train", "--backend", "fsdp2", *every).stderr
+    expect(told, "fsdp2 with one rank")
+    saved = (work.run / "recipe.toml").read_text()  # spells out every value: other backends know the keys
+    (work.path / "saved.toml").write_text(saved)
+    expect(work.host("plan", "--backend", "fsdp1", recipe="saved.toml", code=2).stderr, "B3", "B5/buffers", "B5/group", "B5/dtype")
+    defaults = [part for name, value in {"shard_frozen_tables": "false", "reduce_scatter_max_input_buffers": "1", "separate_reduce_scatter_group": "false",
+                                         "reduce_dtype": '"bfloat16"'}.items() for part in ("--set", f"training.{name}={value}")]
+    work.host("plan", "--backend", "fsdp1", *defaults, recipe="saved.toml")
+    shutil.rmtree(work.path)
+
+
 def static_shapes_and_buckets_change_the_padding_and_not_the_losses():
     work = captured(steps=5)
     runs = {}

@@ -216,5 +216,15 @@ TEST_CASE("options: an option of the host that a plugin claims is read under its
   CHECK(table->report_effect(table->ctx, "training.shard_frozen_tables", 0) == SF_OK);
   CHECK_FALSE(after.has_errors());
   options.check_effects(after);
+  REQUIRE(after.error_count() == 1);
   CHECK(after.all()[0].message == "training.shard_frozen_tables was asked for, but nothing in this model is changed by it");
+}
+
+TEST_CASE("options: one that a recipe spells out with its default asks for nothing, so no effect is missed") {
+  Life life({"plugin.fake_ok.convert=false"});
+  REQUIRE(life.registry.create(life.problems));
+  const sf_options* table = life.registry.entries()[0].options->table();
+  CHECK(table->report_effect(table->ctx, "convert", 0) == SF_OK);
+  life.registry.check_effects(life.problems);
+  CHECK_MESSAGE(!life.problems.has_errors(), life.problems.text());
 }

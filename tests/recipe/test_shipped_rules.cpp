@@ -59,7 +59,11 @@ TEST_CASE(
     std::vector<Rule> rules = host_manifest().rules;
     std::set<std::string> names;
     std::set<std::string> provided;
-    for (const char* plugin : {"algorithm/dflash2", "sharding/single"}) {
+    const auto named = [&](const char* key, const char* otherwise) {
+      const auto found = raw.find(key);
+      return found == raw.end() ? std::string(otherwise) : found->second.node.string;
+    };
+    for (const std::string& plugin : {"algorithm/" + named("algorithm.name", "dflash2"), "sharding/" + named("backend.sharding", "single")}) {
       auto manifest =
           parse_manifest(read_file(repository() / "plugins" / plugin / "plugin.toml"), plugin, problems);
       REQUIRE_MESSAGE(manifest, problems.text());
