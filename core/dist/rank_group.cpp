@@ -58,14 +58,10 @@ std::unique_ptr<RankGroup> RankGroup::open(Options options) {
   group->watchdog_ = std::make_unique<Watchdog>(
       Watchdog::Options{.world = world, .limit = group->limit(), .tick = std::min(tick, group->limit() / 4), .leave = group->options_.leave},
       group->store_->another_connection(), group->progress_);
-  try {
-    (void)group->gather_texts(format("rank {}", world.rank), "the start of the run");
-  } catch (const Error& error) {
-    (void)group->report(error);
-    throw;
-  }
   return group;
 }
+
+void RankGroup::meet() { (void)gather_texts("", "the start of the run"); }
 
 RankGroup::~RankGroup() = default;
 

@@ -22,7 +22,7 @@ class RankGroup {
     Leave leave;
     std::function<bool()> stop_requested = {};  // ends the wait for other ranks
   };
-  /// Meets all ranks. Throws Error(kCommunication) that names who was not there within the limit, Error(kInterrupted) on a stop request.
+  /// Finds the store and begins to watch. Throws Error(kCommunication) when rank 0 is not there within the limit, Error(kInterrupted) on a stop request.
   static std::unique_ptr<RankGroup> open(Options options);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
@@ -33,6 +33,9 @@ class RankGroup {
   [[nodiscard]] RunStore& store() { return *store_; }
   [[nodiscard]] Progress& progress() { return progress_; }
   [[nodiscard]] Watchdog& watchdog() { return *watchdog_; }
+
+  /// Waits for all ranks. Throws as gather_texts.
+  void meet();
 
   /// One text of each rank, in rank order; all ranks call it with the same label. Throws what ended the run when a rank fails meanwhile, and
   /// Error(kCommunication) with those that did not come within the limit.
@@ -45,7 +48,7 @@ class RankGroup {
   [[noreturn]] void explain(const std::string& label, int64_t number, const std::string& reason);
 
   /// This rank ends with `error`. The others learn it and end, too. Returns what is to be told here: the error itself, or the earlier failure of another rank
-  /// that caused it.
+  /// that caused it. Its rank is -1 when no single rank is to blame, -2 when the store is gone.
   Failure report(const Error& error);
 
   /// All is done: waits until every rank is, and ends the watch.

@@ -77,12 +77,13 @@ std::unique_ptr<RunStore> RunStore::open(const World& world, std::chrono::millis
   const bool port_is_told = world.port == 0 && !world.folder.empty();
   SF_CHECK(world.port > 0 || port_is_told, "no port and no folder to learn it from");
   auto connection = std::make_unique<Connection>();
-  connection->host = is_server && port_is_told ? "127.0.0.1" : world.host;
+  connection->host = world.host;
   connection->prefix = "sf/" + world.attempt + "/";
   c10d::TCPStoreOptions& options = connection->options;
   options.isServer = is_server;
   options.numWorkers = std::nullopt;
   options.waitWorkers = false;
+  options.useLibUV = false;  // that server asks the DNS for the name of each client, which takes 5 s where it does not answer
   options.timeout = limit;
   options.port = static_cast<uint16_t>(port_is_told && !is_server ? wait_for_port(world, limit, interrupted) : world.port);
   const std::string wanted = connection->host + ":" + std::to_string(options.port);

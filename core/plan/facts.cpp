@@ -66,10 +66,11 @@ Machine this_machine() {
   return out;
 }
 
-Facts machine_facts(const Machine& machine, const std::string& device, const std::string& torch_variant) {
+Facts machine_facts(const Machine& machine, const std::string& device, const std::string& torch_variant,
+                    std::int64_t ranks) {
   Facts out;
-  out["fact.world_size"] = std::int64_t{1};
-  out["fact.shard_degree"] = std::int64_t{1};
+  out["fact.world_size"] = ranks;
+  out["fact.shard_degree"] = ranks;
   out["fact.device.kind"] = device;
   out["fact.device.count"] = device == "cuda" ? machine.gpus : 1;
   out["fact.processors"] = machine.processors;

@@ -22,7 +22,7 @@ struct Machine {
 /// fact.world_size, fact.shard_degree, fact.device.kind ("cpu" or "cuda"), fact.device.count,
 /// fact.processors, fact.torch.version.
 [[nodiscard]] Facts machine_facts(const Machine& machine, const std::string& device,
-                                  const std::string& torch_variant);
+                                  const std::string& torch_variant, std::int64_t ranks = 1);
 
 /// The numbers of the target's config.json as model.hidden_size, model.vocab_size ..., model.model_type;
 /// nested ones (text_config) as if they stood at the top. Problems: model/no-config, model/bad-config (also when

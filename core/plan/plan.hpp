@@ -25,10 +25,17 @@ struct PlanPlugin {
   std::vector<std::string> provides;
 };
 
+/// The processes of a run, as its launcher counts them.
+struct PlanRanks {
+  std::int64_t count = 1, on_this_machine = 1;
+  std::string origin;       // "torchrun (RANK=0, WORLD_SIZE=2 ...)"; empty: started as one process by hand
+};
+
 struct Plan {
   std::filesystem::path recipe;        // the recipe's own path, absolute
   PlanValues values;                   // by full key: "training.batch_size", "plugin.fp8.gather"
   std::map<std::string, Value> facts;  // "fact.world_size", "model.hidden_size": what is known here
+  PlanRanks ranks;
   std::vector<PlanPlugin> stack;       // algorithm, transforms in order, sharding, checkpoint
   std::vector<std::string> undecided;  // "fp8/device: needs fact.device.sm"
   Diagnostics warnings;

@@ -26,6 +26,16 @@ std::string stack_text(const Plan& plan) {
   return out;
 }
 
+std::string ranks_text(const Plan& plan) {
+  if (plan.ranks.count == 1 && plan.ranks.origin.empty()) {
+    return "";
+  }
+  const bool on_gpus = plan.get<std::string>("device") == "cuda";
+  std::string out = format("ranks\n  {} rank{}, {} of them on this machine  {}\n", plan.ranks.count, plan.ranks.count == 1 ? "" : "s",
+                           plan.ranks.on_this_machine, plan.ranks.origin);
+  return plan.ranks.count == 1 ? out : out + format("  collectives  {}\n", on_gpus ? "NCCL (libsf_engine_cuda.so)" : "gloo (libsf_comm_gloo.so)");
+}
+
 std::string values_text(const Plan& plan, bool only_set) {
   std::size_t key_width = 0;
   std::size_t value_width = 0;
@@ -52,11 +62,13 @@ std::string values_text(const Plan& plan, bool only_set) {
 
 std::int64_t tokens_per_step(const Plan& plan) {
   return plan.get<std::int64_t>("training.batch_size") *
-         plan.get<std::int64_t>("training.accumulation_steps") * plan.get<std::int64_t>("data.max_length");
+         plan.get<std::int64_t>("training.accumulation_steps") * plan.get<std::int64_t>("data.max_length") *
+         plan.ranks.count;
 }
 
 std::string plan_text(const Plan& plan, const std::vector<PlanSize>& sizes) {
   std::string out = format("plan of {}\n{}", plan.recipe, stack_text(plan));
+  out += ranks_text(plan);
   out += "facts\n";
   for (const auto& [key, value] : plan.facts) {
     out += format("  {} = {}\n", key, toml_text(value));
@@ -87,7 +99,7 @@ std::string plan_text(const Plan& plan, const std::vector<PlanSize>& sizes) {
 }
 
 std::string plan_summary(const Plan& plan) {
-  return format("plan of {}\n{}values that differ from the defaults\n{}{}", plan.recipe, stack_text(plan),
+  return format("plan of {}\n{}{}values that differ from the defaults\n{}{}", plan.recipe, stack_text(plan), ranks_text(plan),
                 values_text(plan, true), plan.warnings.text());
 }
 
@@ -131,6 +143,7 @@ Json plan_json(const Plan& plan, const std::vector<PlanSize>& sizes) {
     stack.push_back(std::move(one));
   }
   out.set("stack", std::move(stack));
+  out.set("ranks", Json::object().set("count", plan.ranks.count).set("on_this_machine", plan.ranks.on_this_machine).set("origin", plan.ranks.origin));
   Json facts = Json::object();
   for (const auto& [key, value] : plan.facts) {
     facts.set(key, value_json(value));

@@ -11,7 +11,7 @@ constexpr ExitCode kUsage = ExitCode::kUsage;
 constexpr ExitCode kPlugin = ExitCode::kPlugin;
 
 // clang-format off
-constexpr std::array<ProblemKind, 56> kProblems = {{
+constexpr std::array<ProblemKind, 57> kProblems = {{
     {"recipe/not-readable", kUsage, "the recipe or its base can't be read"},
     {"recipe/syntax", kUsage, "the recipe is not valid TOML"},
     {"recipe/include-cycle", kUsage, "a recipe includes itself, directly or through others"},
@@ -68,6 +68,7 @@ constexpr std::array<ProblemKind, 56> kProblems = {{
     {"model/no-config", ExitCode::kData, "the target's folder is not there or has no config.json"},
     {"model/bad-config", ExitCode::kData, "the target's config.json can't be understood"},
     {"device/no-gpu", ExitCode::kDevice, "the recipe wants a GPU and there is none; a warning in sf-host plan"},
+    {"device/too-few-gpus", ExitCode::kDevice, "more ranks on this machine than GPUs; a warning in sf-host plan"},
 }};
 // clang-format on
 

@@ -41,6 +41,24 @@ void choose_device(const Machine& machine, bool will_run, PlanValues& values, Di
   }
 }
 
+// Each rank of this machine computes on a GPU of its own. A launcher may show each of them one GPU only.
+void check_devices(const Machine& machine, const ResolveRequest& request, const Plan& plan, Diagnostics& problems) {
+  const auto device = plan.values.find("device");
+  if (device == plan.values.end() || std::get<std::string>(device->second.value) != "cuda" || machine.gpus == 0 || machine.gpus >= request.ranks.on_this_machine) {
+    return;
+  }
+  const Diagnostic diagnostic{.id = "device/too-few-gpus",
+                              .message = format("{} ranks on this machine, and it has {} GPU{}", request.ranks.on_this_machine, machine.gpus, machine.gpus == 1 ? "" : "s"),
+                              .place = device->second.place,
+                              .why = "each rank computes on a GPU of its own",
+                              .fix = "start at most as many ranks as there are GPUs, or device = \"cpu\""};
+  if (request.will_run) {
+    problems.error(diagnostic);
+  } else {
+    problems.warn(diagnostic);
+  }
+}
+
 std::vector<PlanPlugin> describe_stack(const Stack& stack) {
   std::vector<PlanPlugin> out;
   for (const StackMember& member : stack.members) {
@@ -114,7 +132,9 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
   auto device = plan.values.find("device");
   plan.facts = machine_facts(
       machine, device != plan.values.end() ? std::get<std::string>(device->second.value) : "cpu",
-      request.torch_variant);
+      request.torch_variant, request.ranks.count);
+  plan.ranks = request.ranks;
+  check_devices(machine, request, plan, problems);
   if (auto target = plan.values.find("model.target_model_path"); target != plan.values.end()) {
     plan.facts.merge(
         model_facts(std::get<std::string>(target->second.value), target->second.place, problems));

@@ -24,6 +24,7 @@ struct ResolveRequest {
   bool will_run = false;                // false: plan; a device that this machine lacks is then a warning
   std::optional<Machine> machine = {};  // for tests; else this machine
   std::string torch_variant = {};
+  PlanRanks ranks = {};
 };
 
 struct Resolution {

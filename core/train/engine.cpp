@@ -5,6 +5,7 @@
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
 #include "core/kernels/ops.hpp"
+#include "core/train/ranks.hpp"
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
 #include "sf/algorithm.hpp"
@@ -34,7 +35,10 @@ class EngineLibrary final : public Engine {
     return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan)), &sharding_of(context)); });
   }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
-    return guarded(context, [&] { return sf::train(context, arguments); });
+    return guarded(context, [&] {
+      Ranks& ranks = *ranks_.emplace_back(meet_ranks(context));
+      return as_rank(context, ranks, [&] { return guarded(context, [&] { return sf::train(context, arguments, ranks); }); });
+    });
   }
   Json capture(const EngineContext& context, const CaptureArguments& arguments) override {
     return guarded(context, [&] { return sf::capture(context, arguments); });
@@ -48,6 +52,9 @@ class EngineLibrary final : public Engine {
   Json bench(const EngineContext& context, const BenchArguments& arguments) override {
     return guarded(context, [&] { return sf::bench(context, arguments); });
   }
+
+ private:
+  std::vector<std::unique_ptr<Ranks>> ranks_;   // plugins keep the collectives until the process ends
 };
 
 }  // namespace

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "core/base/log.hpp"
+#include "core/dist/world.hpp"
+#include "sf/error.hpp"
 #include "sf/json.hpp"
 #include "sf/plugin.h"
 
@@ -33,6 +35,8 @@ struct EngineContext {
   /// Ends the run, by throwing, when an option that was set has had no effect by now. Every verb that builds a stack calls it before its first
   /// step, and train once more after its first window, for effects that only show there. Empty: nothing is checked.
   std::function<void()> check_effects;
+  World world;                                 // which rank this process is
+  std::function<void(ExitCode, const std::string& what, const std::string& hint)> leave;  // ends the process at once, from any thread
 };
 
 struct TrainArguments {

@@ -24,6 +24,21 @@ void report(const std::string& name, const MetricSum& sum, std::map<std::string,
   }
 }
 
+// Ranks stop together: now and then they ask each other.
+bool wants_to_stop(const Session& session, int64_t round) {
+  constexpr int64_t kRounds = 8;
+  const bool here = session.context->stop_requested && session.context->stop_requested();
+  if (session.placement.comm == nullptr) {
+    return here;
+  }
+  if (round % kRounds != 0) {
+    return false;
+  }
+  const at::Tensor anywhere = at::full({1}, here ? 1 : 0, at::TensorOptions().dtype(at::kLong).device(session.placement.device));
+  session.placement.comm->all_reduce(anywhere, Reduction::max, "stop")->wait();
+  return anywhere.item<int64_t>() > 0;
+}
+
 }  // namespace
 
 std::map<std::string, double> ratios(const std::map<std::string, MetricSum>& metrics) {
@@ -63,11 +78,15 @@ std::optional<Evaluation> evaluate(Session& session, const SampleSource& source,
   StepInfo info = step;
   info.wants_details = true;
   session.runner->begin_evaluation(info);
-  for (int64_t begin = 0; begin < count; begin += rows) {
-    if (session.context->stop_requested && session.context->stop_requested()) {
+  Comm* comm = session.placement.comm;
+  const int64_t round_rows = rows * session.rank_count();  // every rank runs every round, the last ones perhaps with dead batches
+  int64_t round = 0;
+  for (int64_t first = 0; first < count; first += round_rows, ++round) {
+    if (wants_to_stop(session, round)) {
       session.runner->end_evaluation();
       return std::nullopt;
     }
+    const int64_t begin = first + session.rank() * rows;
     std::vector<std::optional<Sample>> batch_rows;
     for (int64_t index = begin; index < begin + rows; ++index) {
       std::optional<Sample> sample;
@@ -84,6 +103,16 @@ std::optional<Evaluation> evaluate(Session& session, const SampleSource& source,
     session.algorithm->micro_step(*session.runner, to_device(batch, session.description, session.placement.device, session.placement.dtype));
   }
   session.runner->end_evaluation();
+  if (comm != nullptr) {
+    session.runner->pool_sums(*comm);
+    const at::Tensor counts = at::tensor({denominator, static_cast<double>(result.samples), static_cast<double>(unusable.count)},
+                                         at::TensorOptions().dtype(at::kDouble)).to(session.placement.device);
+    comm->all_reduce(counts, Reduction::sum, "evaluation")->wait();
+    const at::Tensor pooled = counts.cpu();
+    denominator = pooled[0].item<double>();
+    result.samples = pooled[1].item<int64_t>();
+    unusable.count = pooled[2].item<int64_t>();
+  }
   result.unusable = unusable.count;
   result.loss = session.runner->loss_sum().item<double>() / std::max(denominator, 1e-12);
   if (!std::isfinite(result.loss)) {

@@ -105,6 +105,18 @@ Window WindowLoader::make(int64_t number) {
   return window;
 }
 
+Window WindowLoader::dead(int64_t number) {
+  Window window;
+  window.number = number;
+  for (int64_t micro_step = 0; micro_step < options_.window.accumulation_steps; ++micro_step) {
+    Batch batch = fields_.stack(std::vector<std::optional<Sample>>(static_cast<size_t>(options_.window.batch_size)), options_.batch);
+    algorithm_.finish(batch);
+    window.denominators.push_back(algorithm_.weigh(batch));
+    window.batches.push_back(std::move(batch));
+  }
+  return window;
+}
+
 void WindowLoader::read_ahead() {
   try {
     for (int64_t number = options_.first_window; number < options_.last_window; ++number) {

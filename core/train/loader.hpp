@@ -70,6 +70,8 @@ class WindowLoader {
 
   /// The next window; waits for it. Rethrows what went wrong in the data thread.
   Window next();
+  /// Window `number` without samples: what a rank whose data failed runs beside the others. Only after next() has thrown.
+  Window dead(int64_t number);
   double seconds_waited() const { return seconds_waited_; }
   Unusable unusable() const;
 

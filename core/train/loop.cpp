@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 
@@ -19,6 +20,7 @@
 #include "core/train/draft_buffers.hpp"
 #include "core/train/evaluate.hpp"
 #include "core/train/metrics.hpp"
+#include "core/train/ranks.hpp"
 #include "core/train/saved_run.hpp"
 #include "core/train/schedule.hpp"
 #include "core/train/session.hpp"
@@ -36,7 +38,7 @@ struct Horizon {
   int64_t windows = 0, schedule = 0;
 };
 
-Horizon horizon_of(const Plan& plan, int64_t samples, const WindowShape& shape) {
+Horizon horizon_of(const Plan& plan, int64_t samples, const WindowShape& shape, bool is_lead) {
   const int64_t epochs = plan.get<int64_t>("training.num_epochs");
   const int64_t max_steps = plan.get<int64_t>("training.max_steps");
   const int64_t total_steps = plan.get<int64_t>("training.total_steps");
@@ -44,7 +46,7 @@ Horizon horizon_of(const Plan& plan, int64_t samples, const WindowShape& shape) 
   Horizon horizon;
   horizon.windows = max_steps > 0 ? std::min(max_steps, in_epochs) : in_epochs;
   horizon.schedule = total_steps > 0 ? total_steps : max_steps > 0 ? max_steps : in_epochs;
-  if (max_steps > in_epochs) {
+  if (max_steps > in_epochs && is_lead) {
     log_warn("training.max_steps = {} is not reached: {} samples x {} epochs are {} updates", max_steps, samples, epochs, in_epochs);
   }
   return horizon;
@@ -61,9 +63,9 @@ void make_run_folder(const std::filesystem::path& folder) {
 
 class TrainingRun {
  public:
-  TrainingRun(const EngineContext& context, const TrainArguments& arguments)
-      : context_(context), plan_(*context.plan), session_(open_session(context)) {
-    window_shape_ = {.ranks = 1,
+  TrainingRun(const EngineContext& context, const TrainArguments& arguments, Ranks& ranks)
+      : context_(context), plan_(*context.plan), session_(open_session(context, &ranks)) {
+    window_shape_ = {.ranks = session_->rank_count(),
                      .accumulation_steps = plan_.get<int64_t>("training.accumulation_steps"),
                      .batch_size = plan_.get<int64_t>("training.batch_size")};
     features_ = open_features(*session_, plan_.get<std::filesystem::path>("data.hidden_states_path"), "data.hidden_states_path");
@@ -75,7 +77,7 @@ class TrainingRun {
       throw Error(ExitCode::kUsage, "training.eval_interval is set, but data.eval_hidden_states_path is not",
                   "name held-out features, or set training.eval_interval = 0");
     }
-    horizon_ = horizon_of(plan_, source_.size, window_shape_);
+    horizon_ = horizon_of(plan_, source_.size, window_shape_, session_->is_lead());
     rate_ = std::make_unique<LearningRate>(plan_.get<std::string>("training.lr_scheduler"), plan_.get<double>("training.learning_rate"),
                                            plan_.get<double>("training.warmup_ratio"), horizon_.schedule);
     fields_ = std::make_unique<BatchFields>(
@@ -86,13 +88,21 @@ class TrainingRun {
     trainer_ = std::make_unique<Trainer>(*session_->algorithm, session_->description, *session_->sharding, *session_->runner, *optimizer_,
                                          session_->placement);
     progress_.updates_total = horizon_.schedule;
-    make_run_folder(session_->run_folder);
-    lock_ = std::make_unique<FolderLock>(session_->run_folder, ExitCode::kCheckpoint, "another process is training in this run folder",
+    tell_about_ranks();
+    if (session_->is_lead()) {  // the others read what rank 0 has made, never make it
+      make_run_folder(session_->run_folder);
+      lock_ = std::make_unique<FolderLock>(session_->run_folder, ExitCode::kCheckpoint, "another process is training in this run folder",
                                          "wait for it, stop it, or choose another run_id or output_dir");
+    }
     start_from(arguments);
-    saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer());
-    metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
-    atomic_write(session_->run_folder / "recipe.toml", plan_.recipe_text(), ExitCode::kCheckpoint);
+    if (const auto best = told_by_lead(*session_, session_->is_lead() ? best_text() : "", "the best checkpoint so far"); !best.empty()) {
+      best_score_ = std::stod(best);
+    }
+    if (session_->is_lead()) {
+      saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer());
+      metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
+      atomic_write(session_->run_folder / "recipe.toml", plan_.recipe_text(), ExitCode::kCheckpoint);
+    }
   }
 
   Json run() {
@@ -120,7 +130,7 @@ class TrainingRun {
                   "--resume goes on with a run; --init-from starts a new one from its weights");
     }
     if (!arguments.resume.empty()) {
-      if (const auto checkpoint = open_checkpoint(session_->run_folder, arguments.resume)) {
+      if (const auto checkpoint = open_checkpoint(session_->run_folder, resumed_folder(arguments.resume))) {
         progress_ = restore(*checkpoint, *session_, *optimizer_, *features_, horizon_.schedule);
         log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
         resumed_ = true;
@@ -128,7 +138,7 @@ class TrainingRun {
         return;
       }
       log_info("no checkpoint in {} yet: a fresh start", session_->run_folder.string());
-    } else if (const auto existing = list_checkpoints(session_->run_folder); !existing.empty()) {
+    } else if (const auto existing = session_->is_lead() ? list_checkpoints(session_->run_folder) : std::vector<FoundCheckpoint>(); !existing.empty()) {
       throw Error(ExitCode::kUsage, session_->run_folder.string() + " already holds checkpoints (newest: step " +
                                         std::to_string(existing.front().step) + ")",
                   "--resume auto goes on with it; another run_id or output_dir starts anew");
@@ -141,6 +151,36 @@ class TrainingRun {
     }
   }
 
+  // Which checkpoint "auto" means is rank 0's to say: on a shared disk another rank may see an older state.
+  std::string resumed_folder(const std::string& wanted) const {
+    if (session_->placement.comm == nullptr) {
+      return wanted;
+    }
+    std::string found = wanted;
+    if (session_->is_lead()) {
+      if (const auto checkpoint = open_checkpoint(session_->run_folder, wanted)) {
+        found = checkpoint->folder().string();
+      }
+    }
+    return told_by_lead(*session_, found, "the checkpoint to go on from");
+  }
+
+  std::string best_text() const {
+    const auto best = read_best(session_->run_folder);
+    return best ? to_text(best->score) : "";
+  }
+
+  void tell_about_ranks() const {
+    if (!session_->is_lead() || session_->placement.comm == nullptr) {
+      return;
+    }
+    log_info("{} ranks x {} micro-steps x {} samples: {} samples in a window", window_shape_.ranks, window_shape_.accumulation_steps,
+             window_shape_.batch_size, window_shape_.entries());
+    if (window_shape_.entries() > source_.size) {
+      log_info("a window takes {} samples, and there are {}: it goes through the data more than once", window_shape_.entries(), source_.size);
+    }
+  }
+
   // The failed window changed nothing, so what was done before it is worth keeping. Numbers that are not finite are the exception: the
   // updates before them have most likely gone wrong already.
   [[noreturn]] void keep_finished_updates(const Error& error) {
@@ -149,7 +189,7 @@ class TrainingRun {
       if (saved_update_ > 0) {
         kept = "the last checkpoint is step " + std::to_string(saved_update_);
       }
-    } else if (error.code() != ExitCode::kCheckpoint && error.code() != ExitCode::kDevice) {
+    } else if (error.code() != ExitCode::kCheckpoint && error.code() != ExitCode::kDevice && (session_->placement.comm == nullptr || all_failed_)) {
       save(std::nullopt);
       kept = "saved step " + std::to_string(progress_.update) + " before leaving";
     }
@@ -160,7 +200,7 @@ class TrainingRun {
     WindowLoader loader(source_, *session_->algorithm, *fields_,
                         {.seed = session_->seed,
                          .window = window_shape_,
-                         .rank = 0,
+                         .rank = session_->rank(),
                          .epochs = plan_.get<int64_t>("training.num_epochs"),
                          .batch = session_->batch_shape,
                          .first_window = progress_.update,
@@ -172,23 +212,24 @@ class TrainingRun {
     const auto start = Clock::now();
     SampleOrder order(session_->seed, source_.size, plan_.get<int64_t>("training.num_epochs"));
     double elapsed_logged = 0, waited_logged = 0;
-    int64_t tokens_logged = 0, positions_logged = 0, samples_logged = 0, updates_logged = 0;
+    int64_t tokens_logged = 0, own_tokens_logged = 0, positions_logged = 0, samples_logged = 0, updates_logged = 0;
     if (session_->batch_shape.is_static) {
       log_info("static shapes: batches are padded to {} tokens and {} block slots", session_->batch_shape.lengths(), session_->description.slots);
     }
 
     while (progress_.update < horizon_.windows) {
       const auto window_start = Clock::now();
-      const Window window = loader.next();
+      const Window window = next_window(loader);
       const int64_t update = progress_.update;
       const bool is_last = update + 1 == horizon_.windows;
       const bool will_log = (update + 1) % log_interval == 0 || is_last || update == first_update;
       const StepInfo step{.update = update, .updates_total = horizon_.schedule, .wants_details = will_log};
       const double rate = rate_->at(update);
-      const StepResult result = trainer_->run(window, step, rate);
+      const StepResult result = trainer_->run(window, step, rate, context_.stop_requested && context_.stop_requested());
+      throw_failed_data(result);
       check(result, update);
       if (update == first_update) {
-        refuse_untouched();
+        compare_first_window();
         if (context_.check_effects) {
           context_.check_effects();
         }
@@ -198,11 +239,12 @@ class TrainingRun {
       progress_.stream_position = order.next_position(update * window_shape_.entries(), window_shape_);
       progress_.epoch = progress_.stream_position / source_.size;
       last_loss_ = result.loss;
-      tokens_ += window.tokens;
+      tokens_ += result.tokens;
       train_seconds_ += seconds_since(window_start);
-      tokens_logged += window.tokens;
+      tokens_logged += result.tokens;
+      samples_logged += result.samples;
+      own_tokens_logged += window.tokens;
       positions_logged += window.positions;
-      samples_logged += window.samples;
       ++updates_logged;
       elapsed_logged += seconds_since(window_start);
 
@@ -228,25 +270,25 @@ class TrainingRun {
         json.set("perf/samples_per_second", static_cast<double>(samples_logged) / elapsed_logged);
         json.set("perf/optimizer_step_time_s", elapsed_logged / static_cast<double>(updates_logged));
         json.set("perf/data_wait_time_s", (loader.seconds_waited() - waited_logged) / static_cast<double>(updates_logged));
-        json.set("perf/padded_share", 1 - static_cast<double>(tokens_logged) / static_cast<double>(std::max<int64_t>(positions_logged, 1)));
+        json.set("perf/padded_share", 1 - static_cast<double>(own_tokens_logged) / static_cast<double>(std::max<int64_t>(positions_logged, 1)));
         json.set("perf/memory_bytes", line.memory_bytes);
         for (const auto& [name, value] : metrics) {
           json.set(name, value);
         }
-        metrics_file_->write(json);
+        write_metrics(json);
         elapsed_logged = 0;
-        tokens_logged = positions_logged = samples_logged = updates_logged = 0;
+        tokens_logged = own_tokens_logged = positions_logged = samples_logged = updates_logged = 0;
         waited_logged = loader.seconds_waited();
       }
 
-      const bool stop = context_.stop_requested && context_.stop_requested();
+      // With ranks the window itself has asked all of them; alone the answer may be fresher.
+      const bool stop = result.stop || (session_->placement.comm == nullptr && context_.stop_requested && context_.stop_requested());
       bool save_now = is_last || stop || (save_interval > 0 && progress_.update % save_interval == 0);
       std::optional<Evaluation> evaluation;
       if (held_out_ != nullptr && !stop && (is_last || (eval_interval > 0 && progress_.update % eval_interval == 0))) {
         evaluation = evaluate_held_out();
         if (evaluation) {
-          const auto best = read_best(session_->run_folder);
-          save_now = save_now || !best || evaluation->acceptance_length > best->score;
+          save_now = save_now || !best_score_ || evaluation->acceptance_length > *best_score_;
         }
       }
       if (save_now || interrupted_) {
@@ -259,7 +301,8 @@ class TrainingRun {
       }
     }
     unusable_ = loader.unusable();
-    if (unusable_.count > 0) {
+    pool_unusable();
+    if (session_->is_lead() && unusable_.count > 0) {
       log_warn("{} samples could not be used, {} times in all", unusable_.reasons.size(), unusable_.count);
     }
     log_debug("trained for {} s, waited {} s for data", seconds_since(start), loader.seconds_waited());
@@ -284,11 +327,80 @@ class TrainingRun {
                 "lower training.learning_rate or raise training.warmup_ratio and start anew; a checkpoint from before may have gone wrong already");
   }
 
-  void refuse_untouched() {
-    const std::vector<std::string> names = session_->runner->never_touched();
+  // Only sums over ranks are read by others: every rank must run the same units, and have the same metrics.
+  void compare_first_window() {
+    std::vector<std::string> names = session_->runner->never_touched();
+    if (session_->ranks != nullptr) {
+      session_->ranks->require_same({{"order of units", format("{}", session_->runner->order_hash())}, {"metrics", session_->runner->metric_names()}},
+                                    "the first window");
+      const auto everyones = session_->placement.comm->gather_texts(join(names, "\n"), "parameters without gradient");
+      std::erase_if(names, [&](const std::string& name) {
+        return std::any_of(everyones.begin(), everyones.end(), [&](const std::string& text) { return ("\n" + text + "\n").find("\n" + name + "\n") == std::string::npos; });
+      });
+    }
+    refuse_untouched(names);
+  }
+
+  void refuse_untouched(const std::vector<std::string>& names) {
     if (!names.empty() && empty_windows_ == 0) {
       throw Error(ExitCode::kInternal, format("{} parameters got no gradient in the first window: {}", names.size(), join(names, ", ")),
                   "an algorithm declares parameters that may stay untouched as idle");
+    }
+  }
+
+  // Alone a rank can't leave a window that the others run: it runs a dead one with a denominator that is no number, which changes nothing anywhere and tells
+  // all that a rank failed.
+  Window next_window(WindowLoader& loader) {
+    try {
+      return loader.next();
+    } catch (const Error& error) {
+      if (session_->placement.comm == nullptr) {
+        throw;
+      }
+      failed_data_ = Failure{.rank = session_->rank(), .code = error.code(), .what = error.what(), .hint = error.hint()};
+      Window window = loader.dead(progress_.update);
+      window.denominators.assign(window.denominators.size(), std::numeric_limits<double>::quiet_NaN());
+      return window;
+    }
+  }
+
+  void throw_failed_data(const StepResult& result) {
+    if (session_->placement.comm == nullptr || !std::isnan(result.denominator)) {
+      return;
+    }
+    for (const std::string& text : session_->placement.comm->gather_texts(failed_data_ ? failed_data_->to_text() : "", "a window that failed")) {
+      if (!text.empty()) {
+        const Failure failure = Failure::from_text(text);
+        all_failed_ = true;
+        throw Error(failure.code, format("rank {}: {}", failure.rank, failure.what), failure.hint);
+      }
+    }
+  }
+
+  void write_metrics(const Json& line) {
+    if (metrics_file_ != nullptr) {
+      metrics_file_->write(line);
+    }
+  }
+
+  // Of all ranks: each has met samples of its own.
+  void pool_unusable() {
+    if (session_->placement.comm == nullptr) {
+      return;
+    }
+    Json own = Json::object();
+    Json reasons = Json::object();
+    for (const auto& [sample, reason] : unusable_.reasons) {
+      reasons.set(std::to_string(sample), reason);
+    }
+    own.set("count", unusable_.count).set("reasons", std::move(reasons));
+    unusable_ = {};
+    for (const std::string& text : session_->placement.comm->gather_texts(own.dump(), "samples that can't be used")) {
+      const Json json = Json::parse(text, "a rank's samples");
+      unusable_.count += json.at("count").as_int();
+      for (const auto& [sample, reason] : json.at("reasons").entries()) {
+        unusable_.reasons.emplace(std::stoll(sample), reason.as_string());
+      }
     }
   }
 
@@ -313,12 +425,26 @@ class TrainingRun {
              human_duration(evaluation.seconds));
     Json line = Json::object();
     line.set("step", progress_.update).set("eval", evaluation.to_json());
-    metrics_file_->write(line);
+    write_metrics(line);
     last_evaluation_ = evaluation;
     return found;
   }
 
   void save(const std::optional<Evaluation>& evaluation) {
+    if (session_->is_lead()) {
+      write_checkpoint(evaluation);
+    }
+    saved_since_resume_ = true;
+    saved_update_ = progress_.update;
+    if (evaluation && (!best_score_ || evaluation->acceptance_length > *best_score_)) {
+      best_score_ = evaluation->acceptance_length;
+    }
+    if (session_->placement.comm != nullptr) {
+      (void)session_->placement.comm->gather_texts("", format("the save of step {}", progress_.update));
+    }
+  }
+
+  void write_checkpoint(const std::optional<Evaluation>& evaluation) {
     const auto start = Clock::now();
     saver_->start(snapshot(*session_, *optimizer_, progress_, *features_));
     saver_->wait();
@@ -327,8 +453,6 @@ class TrainingRun {
         log_info("removed step {} of the run's abandoned future", step);
       }
     }
-    saved_since_resume_ = true;
-    saved_update_ = progress_.update;
     if (evaluation &&
         offer_best(session_->run_folder, {.step = progress_.update, .score = evaluation->acceptance_length,
                                           .metric = "acceptance_length", .metrics = evaluation->to_json()})) {
@@ -381,11 +505,14 @@ class TrainingRun {
   double train_seconds_ = 0;
   int64_t tokens_ = 0, empty_windows_ = 0, saved_update_ = 0;
   Unusable unusable_;
+  std::optional<Failure> failed_data_;   // of this rank
+  bool all_failed_ = false;              // every rank leaves the same window for the same reason, so they can still save together
+  std::optional<double> best_score_;     // the same on all ranks
   std::optional<Evaluation> first_evaluation_, last_evaluation_;
 };
 
 }  // namespace
 
-Json train(const EngineContext& context, const TrainArguments& arguments) { return TrainingRun(context, arguments).run(); }
+Json train(const EngineContext& context, const TrainArguments& arguments, Ranks& ranks) { return TrainingRun(context, arguments, ranks).run(); }
 
 }  // namespace sf

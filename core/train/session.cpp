@@ -20,6 +20,7 @@
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/initialize.hpp"
+#include "core/train/ranks.hpp"
 #include "core/train/workload.hpp"
 
 namespace sf {
@@ -98,7 +99,7 @@ ModelFacts model_facts(const Plan& plan) {
   return facts;
 }
 
-at::Device open_device(const std::string& name) {
+at::Device open_device(const std::string& name, const World& world) {
   if (name == "cpu") {
     return at::Device(at::kCPU);
   }
@@ -113,8 +114,14 @@ at::Device open_device(const std::string& name) {
     throw Error(ExitCode::kDevice, "device = \"cuda\", but this machine has no GPU that LibTorch can use",
                 "set device = \"cpu\", or check the driver with nvidia-smi");
   }
+  if (count < world.local_size && count != 1) {
+    throw Error(ExitCode::kDevice, format("{} ranks on this machine, and LibTorch sees {} GPUs", world.local_size, count),
+                "each rank computes on a GPU of its own: start fewer, or look at CUDA_VISIBLE_DEVICES");
+  }
   at::globalContext().lazyInitDevice(at::kCUDA);
-  return at::Device(at::kCUDA, 0);
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(count == 1 ? 0 : world.local_rank));
+  cuda->setDevice(device);
+  return device;
 }
 
 MemoryUse memory_use(at::Device device) {
@@ -133,7 +140,7 @@ void reset_memory_peak(at::Device device) {
   }
 }
 
-std::unique_ptr<Session> open_session(const EngineContext& context) {
+std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks) {
   auto session = std::make_unique<Session>();
   const Plan& plan = *context.plan;
   const auto target_folder = plan.get<std::filesystem::path>("model.target_model_path");
@@ -149,7 +156,12 @@ std::unique_ptr<Session> open_session(const EngineContext& context) {
                           .buckets = plan.get<std::vector<int64_t>>("training.static_shape_buckets")};
   session->description = session->algorithm->describe(model_facts(plan));
 
-  session->placement.device = open_device(plan.get<std::string>("device"));
+  session->placement.device = open_device(plan.get<std::string>("device"), context.world);
+  if (ranks != nullptr && ranks->group != nullptr) {
+    ranks->comm = open_comm(*ranks->group, session->placement.device);
+    session->ranks = ranks->group.get();
+    session->placement.comm = ranks->comm.get();
+  }
   session->placement.dtype = plan.get<std::string>("model.torch_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat;
   session->sharding->build(session->description.units, session->placement);
   initialize_weights(session->description.units, session->sharding->shards(), session->seed);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/data/feature_store.hpp"
+#include "core/dist/comm_base.hpp"
 #include "core/train/engine.hpp"
 #include "core/train/loader.hpp"
 #include "core/train/optimizer.hpp"
@@ -25,8 +26,9 @@ Sharding& sharding_of(const EngineContext& context);
 /// The plan's [model] section as the algorithm wants it; reads the two configuration files. Throws Error(kData) when one is not readable.
 ModelFacts model_facts(const Plan& plan);
 
-/// "cpu" or "cuda"; opens LibTorch's CUDA library first when it is the latter. Throws Error(kDevice) with what is missing.
-at::Device open_device(const std::string& name);
+/// "cpu" or "cuda"; opens LibTorch's CUDA library first when it is the latter, and takes the GPU of this rank: number local_rank, or the only one that its
+/// launcher shows it. Throws Error(kDevice) with what is missing.
+at::Device open_device(const std::string& name, const World& world = {});
 /// Bytes of the device's memory in use by this process now and at most: the allocator's on a GPU, resident memory on the CPU.
 struct MemoryUse {
   int64_t now = 0, peak = 0;
@@ -39,7 +41,8 @@ void reset_memory_peak(at::Device device);
 struct Session {
   const EngineContext* context = nullptr;
   const Plan* plan = nullptr;
-  Placement placement;
+  Placement placement;             // placement.comm: null with one rank
+  RankGroup* ranks = nullptr;      // null with one rank
   Algorithm* algorithm = nullptr;
   Sharding* sharding = nullptr;
   Ops* ops = nullptr;
@@ -50,10 +53,27 @@ struct Session {
   std::filesystem::path run_folder;     // output_dir / run_id
   uint64_t seed = 0;
   BatchShape batch_shape;
+
+  /// Rank 0, which alone writes logs, metrics and the recipe.
+  bool is_lead() const { return placement.comm == nullptr || placement.comm->rank() == 0; }
+  int64_t rank() const { return placement.comm == nullptr ? 0 : placement.comm->rank(); }
+  int64_t rank_count() const { return placement.comm == nullptr ? 1 : placement.comm->size(); }
 };
 
+/// What the ranks of a run have between them; lives until the process ends, as plugins keep the collectives.
+struct Ranks {
+  std::unique_ptr<RankGroup> group;   // null with one rank
+  std::unique_ptr<RankComm> comm;     // made with the session, once the device is known
+};
+
+/// Meets the other ranks, when there are any, and compares recipe, plugins and build with them. Throws Error(kCommunication).
+std::unique_ptr<Ranks> meet_ranks(const EngineContext& context);
+/// What rank 0 says, on all ranks.
+std::string told_by_lead(const Session& session, const std::string& text, std::string_view label);
+
 /// Describes, builds and initialises the draft, loads the tables, binds the algorithm, and ends the run when an option had no effect in that.
-std::unique_ptr<Session> open_session(const EngineContext& context);
+/// `ranks`: null for a verb of one process.
+std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks = nullptr);
 
 /// Opens features at `path` and checks them against what the algorithm reads and the plan's target.
 std::unique_ptr<FeatureStore> open_features(const Session& session, const std::filesystem::path& path, const std::string& key);

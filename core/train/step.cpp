@@ -6,51 +6,68 @@
 
 namespace sf {
 
-at::Tensor window_seeds(const at::Tensor& denominators_a, Pooling pooling) {
-  const at::Tensor d_a = denominators_a.to(at::kDouble);
-  const at::Tensor has_weight_a = d_a > 0;
-  const at::Tensor live = has_weight_a.sum().to(at::kDouble);
+at::Tensor window_seeds(const WindowWeights& weights, Pooling pooling) {
+  const at::Tensor live = (weights.pooled_a > 0).sum().to(at::kDouble);
   at::Tensor seeds_a;
   switch (pooling) {
-    case Pooling::window: seeds_a = d_a.sum().reciprocal().expand_as(d_a); break;
-    case Pooling::micro: seeds_a = (live * d_a).reciprocal(); break;
-    case Pooling::mean: seeds_a = live.reciprocal().expand_as(d_a); break;
+    case Pooling::window: seeds_a = weights.pooled_a.sum().reciprocal().expand_as(weights.own_a); break;
+    case Pooling::micro: seeds_a = (live * weights.pooled_a).reciprocal(); break;
+    case Pooling::mean: seeds_a = weights.live_ranks_a.sum().reciprocal().expand_as(weights.own_a); break;
   }
-  return at::where(has_weight_a, seeds_a, at::zeros_like(d_a)).to(at::kFloat);
+  return at::where(weights.own_a > 0, seeds_a, at::zeros_like(weights.own_a)).to(at::kFloat);
 }
 
 Trainer::Trainer(Algorithm& algorithm, const Description& description, Sharding& sharding, TapeRunner& runner, AdamW& optimizer,
                  Placement placement)
     : algorithm_(algorithm), description_(description), sharding_(sharding), runner_(runner), optimizer_(optimizer), placement_(placement) {}
 
-StepResult Trainer::run(const Window& window, const StepInfo& step, double learning_rate) {
+StepResult Trainer::run(const Window& window, const StepInfo& step, double learning_rate, bool wants_stop) {
   SF_CHECK(!window.batches.empty(), "window {} has no micro-step", window.number);
-  const at::Tensor denominators_a =
-      at::tensor(window.denominators, at::TensorOptions().dtype(at::kDouble)).to(placement_.device);
-  const at::Tensor seeds_a = window_seeds(denominators_a, description_.pooling);
+  // One vector, so that one all-reduce tells every rank all of it: D of each micro-step, who has weight, and some counts.
+  const int64_t a = static_cast<int64_t>(window.batches.size());
+  std::vector<double> told = window.denominators;
+  for (const double denominator : window.denominators) {
+    told.push_back(denominator > 0 ? 1 : 0);
+  }
+  told.insert(told.end(), {wants_stop ? 1.0 : 0.0, static_cast<double>(window.samples), static_cast<double>(window.tokens)});
+  const at::Tensor pooled = at::tensor(told, at::TensorOptions().dtype(at::kDouble)).to(placement_.device);
+  const at::Tensor own_a = placement_.comm != nullptr ? pooled.slice(0, 0, a).clone() : pooled.slice(0, 0, a);
+  if (placement_.comm != nullptr) {
+    placement_.comm->all_reduce(pooled, Reduction::sum, "denominators")->wait();
+  }
+  const at::Tensor pooled_a = pooled.slice(0, 0, a), counts = pooled.slice(0, 2 * a);
+  const at::Tensor seeds_a = window_seeds({.own_a = own_a, .pooled_a = pooled_a, .live_ranks_a = pooled.slice(0, a, 2 * a)}, description_.pooling);
 
   mark(StepMark::begin);
   runner_.begin_window(seeds_a[0], step);
-  for (size_t m = 0; m < window.batches.size(); ++m) {
+  for (int64_t m = 0; m < a; ++m) {
     runner_.begin_micro_step();
-    runner_.set_seed(seeds_a[static_cast<int64_t>(m)]);
-    algorithm_.micro_step(runner_, to_device(window.batches[m], description_, placement_.device, placement_.dtype));
+    runner_.set_seed(seeds_a[m]);
+    algorithm_.micro_step(runner_, to_device(window.batches[static_cast<size_t>(m)], description_, placement_.device, placement_.dtype));
     mark(StepMark::forward_done);
-    runner_.backward(/*boundary=*/m + 1 == window.batches.size());
+    runner_.backward(/*boundary=*/m + 1 == a);
     mark(StepMark::backward_done);
   }
   const std::vector<at::Tensor> gradients = sharding_.end_window();
   const at::Tensor norm = sharding_.gradient_norm(gradients);
   mark(StepMark::gradients_reduced);
-  const at::Tensor total = denominators_a.sum().to(at::kFloat);
+  const at::Tensor total = pooled_a.sum().to(at::kFloat);
   const at::Tensor updated = optimizer_.step(gradients, norm, total, learning_rate);
   mark(StepMark::updated);
+  if (placement_.comm != nullptr && step.wants_details) {
+    runner_.pool_sums(*placement_.comm);
+  }
 
   // The one host read of the window.
-  const at::Tensor read =
-      at::stack({runner_.loss_sum().to(at::kDouble), norm.to(at::kDouble), total.to(at::kDouble), updated.to(at::kDouble)}).cpu();
+  const at::Tensor read = at::cat({at::stack({runner_.loss_sum().to(at::kDouble), norm.to(at::kDouble), total.to(at::kDouble), updated.to(at::kDouble)}), counts}).cpu();
   const double* values = read.const_data_ptr<double>();
-  return {.loss = values[0], .gradient_norm = values[1], .denominator = values[2], .updated = values[3] != 0};
+  return {.loss = values[0],
+          .gradient_norm = values[1],
+          .denominator = values[2],
+          .updated = values[3] != 0,
+          .stop = values[4] > 0,
+          .samples = static_cast<int64_t>(values[5]),
+          .tokens = static_cast<int64_t>(values[6])};
 }
 
 }  // namespace sf

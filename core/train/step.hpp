@@ -13,16 +13,23 @@
 
 namespace sf {
 
-/// Seeds of a window's numerators from the denominators of its micro-steps, already summed over ranks. float32 [a] on their device.
-///   window  1 / sum of D          micro  1 / (L * D_m)          mean  1 / L
-/// L counts micro-steps with D > 0. A micro-step without weight gets seed 0; so does everything when nothing has weight.
-at::Tensor window_seeds(const at::Tensor& denominators_a, Pooling pooling);
+/// What decides a window's seeds: for each of its micro-steps m the denominator D_m here, the sum of D_m over ranks, and the number of ranks with D_m > 0.
+struct WindowWeights {
+  at::Tensor own_a, pooled_a, live_ranks_a;   // float64, on one device
+};
+
+/// Seeds of the numerators of this rank's micro-steps. float32 [a] on the device of the weights.
+///   window  1 / sum of D          micro  1 / (L * D_m)          mean  1 / (pairs of micro-step and rank with D > 0)
+/// D is summed over ranks; L counts micro-steps with D > 0 on some rank. A micro-step without weight on this rank gets seed 0.
+at::Tensor window_seeds(const WindowWeights& weights, Pooling pooling);
 
 /// What the host learns from the one read of a window.
 struct StepResult {
   double loss = 0, gradient_norm = 0;
-  double denominator = 0;   // of the whole window
+  double denominator = 0;   // of the whole window, over all ranks
   bool updated = false;     // false: no sample had weight, or a number was not finite; all state is as it was
+  bool stop = false;        // some rank wants to stop
+  int64_t samples = 0, tokens = 0;  // live ones of all ranks
 };
 
 /// Where a window is, for whoever measures it. Forward and backward come once for each micro-step.
@@ -33,8 +40,9 @@ class Trainer {
   Trainer(Algorithm& algorithm, const Description& description, Sharding& sharding, TapeRunner& runner, AdamW& optimizer,
           Placement placement);
 
-  /// Forward and backward of every micro-step, reduction, clipping, update.
-  StepResult run(const Window& window, const StepInfo& step, double learning_rate);
+  /// Forward and backward of every micro-step, reduction, clipping, update. With ranks there is one all-reduce for denominators (and `wants_stop`) when the
+  /// window starts, and one for loss and metrics at its end when step.wants_details; otherwise `loss` is this rank's part.
+  StepResult run(const Window& window, const StepInfo& step, double learning_rate, bool wants_stop = false);
   /// Called as the host passes each mark; the device may be behind, so a listener that wants times records events.
   void on_mark(std::function<void(StepMark)> listener) { on_mark_ = std::move(listener); }
 

@@ -486,6 +486,36 @@ void TapeRunner::abandon() {
   }
 }
 
+void TapeRunner::pool_sums(Comm& comm) {
+  std::vector<at::Tensor*> sums;
+  for (auto& [name, sum] : metrics_) {
+    sums.push_back(&sum.numerator);
+    if (sum.denominator.defined()) {
+      sums.push_back(&sum.denominator);
+    }
+  }
+  std::vector<at::Tensor> flat = {loss_sum_.to(at::kDouble).view({-1})};
+  for (const at::Tensor* sum : sums) {
+    flat.push_back(sum->view({-1}));
+  }
+  const at::Tensor all = at::cat(flat);
+  comm.all_reduce(all, Reduction::sum, "loss and metrics")->wait();
+  loss_sum_ = all[0].to(at::kFloat);
+  int64_t at = 1;
+  for (at::Tensor* sum : sums) {
+    *sum = all.slice(0, at, at + sum->numel()).view(sum->sizes());
+    at += sum->numel();
+  }
+}
+
+std::string TapeRunner::metric_names() const {
+  std::string text;
+  for (const auto& [name, sum] : metrics_) {
+    text += format("{}{}{} ", name, sum.numerator.sizes().vec(), sum.denominator.defined() ? "/" : "");
+  }
+  return text;
+}
+
 std::vector<std::string> TapeRunner::never_touched() const {
   std::vector<std::string> names;
   for (const auto& unit : units_) {

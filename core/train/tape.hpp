@@ -51,6 +51,10 @@ class TapeRunner final : public Runner {
   /// Scalar float32, sum of add_loss values since the window began.
   const at::Tensor& loss_sum() const { return loss_sum_; }
   const std::map<std::string, MetricSum>& metrics() const { return metrics_; }
+  /// Loss and metrics become sums over ranks: one all-reduce. Every rank has the same metrics in the same shapes.
+  void pool_sums(Comm& comm);
+  /// Names and shapes of the metrics so far, for comparison between ranks.
+  std::string metric_names() const;
   /// Trainable, not declared idle, and never touched in any window so far.
   std::vector<std::string> never_touched() const;
   /// Units in the order of the last complete micro-step, and a hash of it; ranks must agree on it.

@@ -10,8 +10,10 @@
 
 namespace sf {
 
+struct Ranks;
+
 /// Trains; "interrupted": true after a stop request (the window is finished and saved).
-Json train(const EngineContext& context, const TrainArguments& arguments);
+Json train(const EngineContext& context, const TrainArguments& arguments, Ranks& ranks);
 /// Runs the target over conversations and stores its hidden states.
 Json capture(const EngineContext& context, const CaptureArguments& arguments);
 /// Loss, metrics and acceptance length on held-out features, beside the bigram baseline.

@@ -24,7 +24,7 @@ std::vector<RankEnd> run_ranks(const RunRanks& how, const std::function<void(Ran
         World world;
         world.rank = world.local_rank = rank;
         world.size = world.local_size = how.ranks;
-        world.host = "127.0.0.1";
+        world.host = "localhost";
         world.folder = folder;
         group = RankGroup::open({.world = world, .limit = how.limit, .leave = [&](ExitCode code, const std::string& what, const std::string&) {
                                    const std::lock_guard lock(mutex);
@@ -32,6 +32,7 @@ std::vector<RankEnd> run_ranks(const RunRanks& how, const std::function<void(Ran
                                    end.was_told = !what.empty();
                                    end.told = what;
                                  }});
+        group->meet();
         body(*group);
         group->finish();
       } catch (const Error& error) {

@@ -1,6 +1,6 @@
 // recipes/NAME.toml → expected/NAME.txt: the plan, or all problems, as a user reads them. The first lines of
 // a recipe may say
-//   #! set KEY=VALUE      #! backend A+B      #! plugins bad      #! run
+//   #! set KEY=VALUE      #! backend A+B      #! plugins bad      #! ranks N      #! run
 // docs/recipes.md and docs/errors.md are compared with what the manifests say, too.
 #include <algorithm>
 #include <cstdlib>
@@ -52,6 +52,8 @@ std::string result_of(const fs::path& recipe) {
       request.backend = rest;
     } else if (line == "#! plugins bad") {
       search.flag_folders.push_back(bad_plugins());
+    } else if (line.starts_with("#! ranks ")) {
+      request.ranks = {.count = std::stoll(rest), .on_this_machine = std::stoll(rest), .origin = "sf-host --nproc " + rest};
     } else if (line == "#! run") {
       request.will_run = true;
     } else {

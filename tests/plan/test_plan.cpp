@@ -200,6 +200,24 @@ TEST_CASE(
   CHECK(two.plan->at("device").origin == "auto: this machine has 2 GPUs");
 }
 
+TEST_CASE("plan: each rank of a machine wants a GPU of its own, and the plan tells ranks, launcher and collectives") {
+  Case c;
+  const PlanRanks four{.count = 4, .on_this_machine = 4, .origin = "sf-host --nproc 4"};
+  const Machine machine{.gpus = 2, .processors = 8};
+  Resolution few = c.run({.recipe = {}, .will_run = true, .machine = machine, .ranks = four});
+  CHECK_FALSE(few.plan);
+  CHECK(few.problems.contains("device/too-few-gpus"));
+  CHECK(few.code == ExitCode::kDevice);
+  Resolution plan = c.run({.recipe = {}, .overrides = {"device=cpu"}, .will_run = true, .machine = machine, .ranks = four});
+  REQUIRE_MESSAGE(plan.plan, plan.problems.text());
+  CHECK(std::get<std::int64_t>(plan.plan->facts.at("fact.world_size")) == 4);
+  for (const std::string& text : {plan_text(*plan.plan, {}), plan_summary(*plan.plan)}) {
+    CHECK(text.find("4 ranks, 4 of them on this machine  sf-host --nproc 4") != std::string::npos);
+    CHECK(text.find("gloo") != std::string::npos);
+  }
+  CHECK(plan_json(*plan.plan, {}).at("ranks").at("count").as_int() == 4);
+}
+
 TEST_CASE("plan: as JSON every value has its origin, as text the sizes stand in columns") {
   Case c;
   Resolution out = c.run();

@@ -146,6 +146,7 @@ TEST_CASE("rules: the host's bucket rules refuse what the reference's matrix ref
   struct Row {
     const char* id;
     std::vector<std::string> sets;
+    std::int64_t ranks = 1;
   };
   const Row kRows[] = {
       {"", {"training.static_shapes=true", "training.static_shape_buckets=[128, 512]"}},
@@ -158,6 +159,9 @@ TEST_CASE("rules: the host's bucket rules refuse what the reference's matrix ref
       {"L4", {"training.static_shapes=true", "training.static_shape_buckets=[128, 128]"}},
       {"L5", {"training.static_shapes=true", "training.static_shape_buckets=[128, 2176]"}},
       {"host/eval-needs-features", {"training.eval_interval=10"}},
+      {"", {}, 1},
+      {"", {"backend.sharding=fsdp2"}, 2},
+      {"host/single-is-one-rank", {}, 2},
       {"host/same-features", {"data.hidden_states_path=/f", "data.eval_hidden_states_path=/f"}},
   };
   for (const Row& row : kRows) {
@@ -170,7 +174,7 @@ TEST_CASE("rules: the host's bucket rules refuse what the reference's matrix ref
     apply_overrides(sets, raw, problems);
     PlanValues values = schema.resolve(raw, {}, false, problems);
     std::vector<std::string> undecided;
-    check_rules(host_manifest().rules, {values, {}, {}, {}}, problems, undecided);
+    check_rules(host_manifest().rules, {values, {{"fact.world_size", row.ranks}}, {}, {}}, problems, undecided);
     if (std::string(row.id).empty()) {
       CHECK_MESSAGE(problems.all().empty(), problems.text());
     } else {

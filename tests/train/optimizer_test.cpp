@@ -71,11 +71,27 @@ TEST_CASE("schedule: what leaves no room after warm-up is refused") {
 }
 
 TEST_CASE("seeds: window, micro and mean pooling, with a micro-step that has no weight") {
+  const auto seeds = [](const at::Tensor& d, sf::Pooling pooling) {
+    return sf::window_seeds({.own_a = d, .pooled_a = d, .live_ranks_a = (d > 0).to(at::kDouble)}, pooling);
+  };
   const at::Tensor d = at::tensor({2.0, 0.0, 6.0}, at::kDouble);
-  CHECK(at::allclose(sf::window_seeds(d, sf::Pooling::window), at::tensor({1.0f / 8, 0.0f, 1.0f / 8})));
-  CHECK(at::allclose(sf::window_seeds(d, sf::Pooling::micro), at::tensor({1.0f / 4, 0.0f, 1.0f / 12})));
-  CHECK(at::allclose(sf::window_seeds(d, sf::Pooling::mean), at::tensor({0.5f, 0.0f, 0.5f})));
-  CHECK(at::equal(sf::window_seeds(at::zeros({2}, at::kDouble), sf::Pooling::window), at::zeros({2})));
+  CHECK(at::allclose(seeds(d, sf::Pooling::window), at::tensor({1.0f / 8, 0.0f, 1.0f / 8})));
+  CHECK(at::allclose(seeds(d, sf::Pooling::micro), at::tensor({1.0f / 4, 0.0f, 1.0f / 12})));
+  CHECK(at::allclose(seeds(d, sf::Pooling::mean), at::tensor({0.5f, 0.0f, 0.5f})));
+  CHECK(at::equal(seeds(at::zeros({2}, at::kDouble), sf::Pooling::window), at::zeros({2})));
+}
+
+TEST_CASE("seeds: with ranks D is a sum over them, and mean counts pairs of micro-step and rank") {
+  // micro-steps 0, 1, 2 here: D 2, 0, 6; elsewhere 1, 0 and 0, 3 on two more ranks: pooled 3, 0, 9, live on 2, 0 and 2 ranks
+  const sf::WindowWeights weights{.own_a = at::tensor({2.0, 0.0, 6.0}, at::kDouble), .pooled_a = at::tensor({3.0, 0.0, 9.0}, at::kDouble),
+                                  .live_ranks_a = at::tensor({2.0, 0.0, 2.0}, at::kDouble)};
+  CHECK(at::allclose(sf::window_seeds(weights, sf::Pooling::window), at::tensor({1.0f / 12, 0.0f, 1.0f / 12})));
+  CHECK(at::allclose(sf::window_seeds(weights, sf::Pooling::micro), at::tensor({1.0f / 6, 0.0f, 1.0f / 18})));
+  CHECK(at::allclose(sf::window_seeds(weights, sf::Pooling::mean), at::tensor({0.25f, 0.0f, 0.25f})));
+  const sf::WindowWeights dead{.own_a = at::zeros({1}, at::kDouble), .pooled_a = at::full({1}, 4.0, at::kDouble), .live_ranks_a = at::ones({1}, at::kDouble)};
+  for (const sf::Pooling pooling : {sf::Pooling::window, sf::Pooling::micro, sf::Pooling::mean}) {
+    CHECK(at::equal(sf::window_seeds(dead, pooling), at::zeros({1})));
+  }
 }
 
 TEST_CASE("initialisation: values depend on seed and name alone, and a slice equals that part of the whole") {

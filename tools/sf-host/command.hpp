@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/base/error.hpp"
+#include "core/dist/world.hpp"
 
 namespace sf {
 
@@ -21,6 +22,7 @@ struct Command {
   std::vector<std::string> plugin_paths;  // --plugin-path
   std::vector<std::string> unsafe_paths;  // --allow-unsafe-path
   std::string resume, init_from;          // train
+  LaunchFlags launch;                     // train, plan
   std::string checkpoint, features;       // eval, export
   std::string output;                     // export
   std::string split = "all";              // capture
@@ -36,6 +38,11 @@ struct Command {
 
 /// True after SIGINT, SIGTERM or SIGHUP.
 [[nodiscard]] bool is_stop_requested();
+/// How many of them came.
+[[nodiscard]] int stop_signal_count();
+
+/// Ends the process at once, from any thread: tells `what` as main() would (nothing when it is empty) and leaves by _exit.
+[[noreturn]] void leave(ExitCode code, const std::string& what, const std::string& hint);
 
 // The verbs. Each prints its result to stdout and returns what the process ends with; failures of the world
 // are thrown as Error.

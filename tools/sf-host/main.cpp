@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <exception>
 #include <iostream>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <sstream>
 #include <string>
@@ -116,6 +118,14 @@ po::options_description flags_of(const Verb& verb, Command& command) {
         "override a key of the recipe; later wins; paths are relative to the current folder");
     add("backend", po::value(&command.backend)->value_name("A+B+C"),
         "short for backend.sharding, .transforms and .checkpoint: fsdp2+fp8+async_ckpt");
+  }
+  if (name == "train" || name == "plan") {
+    add("nproc", po::value(&command.launch.nproc)->value_name("N"),
+        "start N ranks on this machine; without it torchrun's, srun's, mpirun's or Kubernetes' variables count");
+    add("nnodes", po::value(&command.launch.nnodes)->value_name("N"), "machines that take part, each with --nproc ranks");
+    add("node-rank", po::value(&command.launch.node_rank)->value_name("N"), "which of them this is, from 0");
+    add("rendezvous", po::value(&command.launch.rendezvous)->value_name("HOST:PORT"),
+        "machine of node 0 and a free port there; on one machine a free one is taken");
   }
   if (name == "train") {
     add("resume", po::value(&command.resume)->value_name("FOLDER|auto"),
@@ -254,10 +264,25 @@ ExitCode dispatch(int argc, char** argv) {
       refuse_usage(format("--{} is empty", name), format("give it a value, or leave --{} out", name));
     }
   }
+  const LaunchFlags& launch = command.launch;
+  if (values.count("nproc") > 0 && launch.nproc < 1) {
+    refuse_usage(format("--nproc {}", launch.nproc), "at least one rank");
+  }
+  if (values.count("nproc") == 0 && values.count("nnodes") + values.count("node-rank") + values.count("rendezvous") > 0) {
+    refuse_usage("--nnodes, --node-rank and --rendezvous go with --nproc", "--nproc N says how many ranks to start on each machine");
+  }
   return verb->run(command);
 }
 
+// One failure is told by a process, by whichever thread meets it first.
+std::mutex& telling() {
+  static std::mutex& mutex = *std::make_unique<std::mutex>().release();
+  return mutex;
+}
+std::atomic<bool> told_as_json = false;
+
 ExitCode report(ExitCode code, const std::string& what, const std::string& hint, bool wants_json) {
+  telling().lock();  // never unlocked: the process ends with this
   if (wants_json) {
     Json problem = Json::object();
     problem.set("severity", "error");
@@ -295,6 +320,7 @@ ExitCode run_program(int argc, char** argv) {
   catch_signals();
   // Asked of the words themselves, so that a mistake among the flags is told as JSON, too.
   bool wants_json = std::any_of(argv + 1, argv + argc, [](const char* word) { return word == std::string_view("--json"); });
+  told_as_json = wants_json;
   try {
     return dispatch(argc, argv);
   } catch (const RefusedRun& refused) {
@@ -316,6 +342,22 @@ ExitCode run_program(int argc, char** argv) {
 
 bool is_stop_requested() {
   return stop_signals.load() > 0;
+}
+
+int stop_signal_count() {
+  return stop_signals.load();
+}
+
+void leave(ExitCode code, const std::string& what, const std::string& hint) {
+  if (what.empty()) {
+    telling().lock();
+  } else {
+    (void)report(code, what, hint, told_as_json);
+  }
+  flush_log();
+  std::fflush(stdout);
+  std::fflush(stderr);
+  _exit(static_cast<int>(code));
 }
 
 // A result that did not arrive whole is no success.

@@ -63,6 +63,31 @@ Engine& open_engine() {
   return *entry();
 }
 
+namespace {
+
+World find_world(const LaunchFlags& flags) {
+  const Environment environment = process_environment();
+  if (!flags.starts_ranks() || environment("SF_LAUNCHER")) {
+    return world_from(environment);
+  }
+  const auto variables = environment_of_rank(flags, 0, "");
+  World world = world_from([&](const char* name) -> std::optional<std::string> {
+    for (const auto& [known, value] : variables) {
+      if (known == name) {
+        return value;
+      }
+    }
+    return std::nullopt;
+  });
+  if (world.size > 1) {
+    world.origin = flags.nnodes == 1 ? format("sf-host --nproc {}", flags.nproc)
+                                     : format("sf-host --nproc {} --nnodes {} --node-rank {} --rendezvous {}", flags.nproc, flags.nnodes, flags.node_rank, flags.rendezvous);
+  }
+  return world;
+}
+
+}  // namespace
+
 std::string plugin_help(const Command& command) {
   Diagnostics ignored;
   Catalog catalog(search_request(command), command.plugins, host_build(), ignored);
@@ -111,13 +136,17 @@ bool RunSession::plan(bool will_run) {
   }
   Diagnostics problems;
   catalog_ = std::make_unique<Catalog>(search_request(command_), command_.plugins, host_build(), problems);
+  if (command_.verb == "train" || command_.verb == "plan") {
+    world_ = find_world(command_.launch);
+  }
   ResolveRequest request{.recipe = command_.positional[0],
                          .overrides = command_.overrides,
                          .backend = command_.backend,
                          .unsafe_paths = command_.unsafe_paths,
                          .will_run = will_run,
                          .machine = {},
-                         .torch_variant = SF_TORCH_VARIANT};
+                         .torch_variant = SF_TORCH_VARIANT,
+                         .ranks = {.count = world_.size, .on_this_machine = world_.local_size, .origin = world_.origin}};
   resolution_ = resolve(request, *catalog_, problems);
   if (!resolution_->plan) {
     return refuse(resolution_->problems, resolution_->code);
@@ -181,7 +210,13 @@ bool RunSession::open(bool start) {
     }
   }
   context_.plan = &resolved();
-  context_.log = [](Level level, std::string_view text) { log_line(level, text); };
+  context_.world = world_;
+  context_.leave = leave;
+  if (world_.is_lead() || !world_.folder.empty()) {  // sf-host's launcher names the rank before each line
+    context_.log = [](Level level, std::string_view text) { log_line(level, text); };
+  } else {
+    context_.log = [rank = world_.rank](Level level, std::string_view text) { log_line(level, format("[rank {}] {}", rank, text)); };
+  }
   context_.stop_requested = is_stop_requested;
   context_.check_effects = [this] {
     Diagnostics without_effect;

@@ -58,6 +58,8 @@ class RunSession {
   void close();
 
   [[nodiscard]] const Plan& resolved() const { return *resolution_->plan; }
+  /// Which rank this process is. Before launching, with --nproc: rank 0 of those to come.
+  [[nodiscard]] const World& world() const { return world_; }
   [[nodiscard]] ExitCode code() const { return code_; }
   [[nodiscard]] Engine& engine() { return *engine_; }
   [[nodiscard]] const EngineContext& context() const { return context_; }
@@ -66,6 +68,7 @@ class RunSession {
   bool refuse(const Diagnostics& problems, ExitCode code);
 
   const Command& command_;
+  World world_;
   std::unique_ptr<Catalog> catalog_;
   std::optional<Resolution> resolution_;
   PluginRegistry registry_;
