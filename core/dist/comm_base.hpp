@@ -46,4 +46,7 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks,
 /// `library`: libsf_comm_gloo.so. Throws Error(kCommunication) when it can't be opened or the ranks do not reach each other.
 std::unique_ptr<RankComm> open_gloo(RankGroup& group, const std::filesystem::path& library);
 
+/// Collectives on GPUs by NCCL, on a stream of their own. `engine_cuda`: handle of libsf_engine_cuda.so. Throws Error(kCommunication).
+std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda);
+
 }  // namespace sf

@@ -112,6 +112,11 @@ void Watchdog::set_abort(std::function<void()> abort) {
   abort_ = std::move(abort);
 }
 
+void Watchdog::set_problem(std::function<std::string()> problem) {
+  const std::lock_guard lock(mutex_);
+  problem_ = std::move(problem);
+}
+
 void Watchdog::stand_down() {
   const std::lock_guard lock(mutex_);
   stop_ = true;
@@ -173,6 +178,7 @@ void Watchdog::tick() {
   store_->set(key_of(options_.world.rank), format("{} {} {}", ++beat_, state.issued, state.label));
   if (!failure()) {
     look_for_dead_ranks();
+    look_for_problem(state);
     look_for_stuck(state);
     if (options_.world.is_lead()) {
       look_for_silence();
@@ -200,6 +206,21 @@ void Watchdog::look_for_dead_ranks() {
   if (std::filesystem::exists(note, ignored)) {
     tell({.rank = -1, .code = ExitCode::kCommunication, .what = read_file(note, ExitCode::kCommunication),
           .hint = "the log of that rank, or the kernel's (out of memory?), says why; --resume auto goes on from the last checkpoint"});
+  }
+}
+
+void Watchdog::look_for_problem(const Progress::State& state) {
+  std::function<std::string()> ask;
+  {
+    const std::lock_guard lock(mutex_);
+    ask = problem_;
+  }
+  if (const std::string problem = ask ? ask() : ""; !problem.empty()) {
+    std::this_thread::sleep_for(options_.tick);  // the launcher's note may say more
+    look_for_dead_ranks();
+    tell({.rank = -1, .code = ExitCode::kCommunication,
+          .what = format("rank {}, collective '{}' (number {} of this run): {}", options_.world.rank, state.stuck_label, state.stuck, problem),
+          .hint = "see the messages of the other ranks; NCCL_DEBUG=INFO says more"});
   }
 }
 

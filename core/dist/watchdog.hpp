@@ -81,6 +81,8 @@ class Watchdog {
 
   /// What aborts collectives in flight, called before the process ends. It may hang; the process ends all the same.
   void set_abort(std::function<void()> abort);
+  /// What tells of an error that no call has returned; empty: there is none.
+  void set_problem(std::function<std::string()> problem);
 
   /// The run's failure, as soon as this rank knows of one.
   std::optional<Failure> failure() const;
@@ -97,6 +99,7 @@ class Watchdog {
   void tick();
   void tell(Failure failure);
   void look_for_dead_ranks();
+  void look_for_problem(const Progress::State& state);
   void look_for_stuck(const Progress::State& state);
   void look_for_silence();
   void end_process(const Failure& failure);
@@ -111,6 +114,7 @@ class Watchdog {
   mutable std::condition_variable changed_;
   std::optional<Failure> failure_;
   std::function<void()> abort_;
+  std::function<std::string()> problem_;
   bool stop_ = false;
   std::thread thread_;
 };
