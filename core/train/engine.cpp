@@ -35,10 +35,7 @@ class EngineLibrary final : public Engine {
     return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan)), &sharding_of(context)); });
   }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
-    return guarded(context, [&] {
-      Ranks& ranks = *ranks_.emplace_back(meet_ranks(context));
-      return as_rank(context, ranks, [&] { return guarded(context, [&] { return sf::train(context, arguments, ranks); }); });
-    });
+    return on_ranks(context, [&](Ranks& ranks) { return sf::train(context, arguments, ranks); });
   }
   Json capture(const EngineContext& context, const CaptureArguments& arguments) override {
     return guarded(context, [&] { return sf::capture(context, arguments); });
@@ -50,10 +47,19 @@ class EngineLibrary final : public Engine {
     return guarded(context, [&] { return sf::export_draft(context, arguments); });
   }
   Json bench(const EngineContext& context, const BenchArguments& arguments) override {
-    return guarded(context, [&] { return sf::bench(context, arguments); });
+    return on_ranks(context, [&](Ranks& ranks) { return sf::bench(context, arguments, ranks); });
   }
 
  private:
+  // The inner guard turns what LibTorch throws into what ranks can tell each other.
+  template <class Body>
+  Json on_ranks(const EngineContext& context, Body&& body) {
+    return guarded(context, [&] {
+      Ranks& ranks = *ranks_.emplace_back(meet_ranks(context));
+      return as_rank(context, ranks, [&] { return guarded(context, [&] { return body(ranks); }); });
+    });
+  }
+
   std::vector<std::unique_ptr<Ranks>> ranks_;   // plugins keep the collectives until the process ends
 };
 

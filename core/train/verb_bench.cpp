@@ -143,8 +143,8 @@ Workload workload_of(const Plan& plan, const BenchArguments& arguments, int64_t 
           .seed = static_cast<uint64_t>(plan.get<int64_t>("training.seed"))};
 }
 
-WindowShape window_shape_of(const Plan& plan) {
-  return {.ranks = 1,
+WindowShape window_shape_of(const Plan& plan, int64_t ranks) {
+  return {.ranks = ranks,
           .accumulation_steps = plan.get<int64_t>("training.accumulation_steps"),
           .batch_size = plan.get<int64_t>("training.batch_size")};
 }
@@ -171,8 +171,8 @@ Json run_json(const Plan& plan, const Workload& workload, const BenchArguments& 
 
 class StepBench {
  public:
-  StepBench(const EngineContext& context, const BenchArguments& arguments)
-      : arguments_(arguments), plan_(*context.plan), session_(open_session(context)), shape_(window_shape_of(plan_)) {
+  StepBench(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks)
+      : arguments_(arguments), plan_(*context.plan), session_(open_session(context, &ranks)), shape_(window_shape_of(plan_, session_->rank_count())) {
     const int64_t samples = arguments.samples > 0 ? arguments.samples : 2 * shape_.entries();
     workload_ = workload_of(plan_, arguments, samples);
     memory_built_ = memory_use(session_->placement.device).now;
@@ -202,13 +202,15 @@ class StepBench {
       double total = 0;
       std::map<std::string, double> parts;
       for (int64_t i = 0; i < arguments_.steps; ++i) {
-        if (context.stop_requested && context.stop_requested()) {
+        if (last_.stop || (session_->placement.comm == nullptr && context.stop_requested && context.stop_requested())) {
           throw Error(ExitCode::kInterrupted, "asked to stop: the benchmark has no result");
         }
         clock.start();
         const auto start = Clock::now();
         window();
         wait_for(session_->placement.device);
+        samples_ += last_.samples;
+        tokens_ += last_.tokens;
         total += milliseconds_since(start);
         for (const auto& [name, value] : clock.parts()) {
           parts[name] += value;
@@ -223,7 +225,14 @@ class StepBench {
     const MemoryUse memory = memory_use(session_->placement.device);
 
     Json json = run_json(plan_, workload_, arguments_);
-    json.set("device", device_json(*session_));
+    json.set("device", device_json(*session_)).set("ranks", session_->rank_count());
+    if (session_->placement.comm != nullptr) {
+      Json counts = Json::object();
+      for (const auto& [name, count] : session_->placement.comm->counts()) {
+        counts.set(name, count);
+      }
+      json.set("windows", updates_).set("collectives", std::move(counts));
+    }
     const Spread step = spread_of(step_ms);
     json.set("step_ms", to_json(step));
     Json split = Json::object();
@@ -231,8 +240,8 @@ class StepBench {
       split.set(name, spread_of(values).median);
     }
     json.set("split_ms", std::move(split));
-    json.set("samples_per_second", static_cast<double>(samples_) / static_cast<double>(windows_.size()) / step.median * 1e3);
-    json.set("tokens_per_second", static_cast<double>(tokens_) / static_cast<double>(windows_.size()) / step.median * 1e3);
+    json.set("samples_per_second", static_cast<double>(samples_) / static_cast<double>(arguments_.repeats * arguments_.steps) / step.median * 1e3);
+    json.set("tokens_per_second", static_cast<double>(tokens_) / static_cast<double>(arguments_.repeats * arguments_.steps) / step.median * 1e3);
     Json sizes = Json::object();
     sizes.set("built", memory_built_).set("at_rest", memory_at_rest).set("peak", memory.peak).set("reserved_peak", memory.reserved_peak);
     sizes.set("planned", plan_sizes(plan_, session_->description, session_->sharding).back().bytes);
@@ -254,18 +263,17 @@ class StepBench {
                                             find_prototype(source, *session_->algorithm, session_->seed, /*evaluating=*/false));
     const int64_t count = std::max<int64_t>(1, workload_.samples / shape_.entries());
     WindowLoader loader(source, *session_->algorithm, *fields_,
-                        {.seed = session_->seed, .window = shape_, .rank = 0, .epochs = 1, .batch = session_->batch_shape,
+                        {.seed = session_->seed, .window = shape_, .rank = session_->rank(), .epochs = 1, .batch = session_->batch_shape,
                          .first_window = 0, .last_window = count});
     for (int64_t i = 0; i < count; ++i) {
       windows_.push_back(loader.next());
-      samples_ += windows_.back().samples;
-      tokens_ += windows_.back().tokens;
     }
   }
 
   void window() {
     const StepInfo step{.update = updates_, .updates_total = std::max<int64_t>(10000, updates_ + 1), .wants_details = false};
-    last_ = trainer_->run(windows_[static_cast<size_t>(updates_) % windows_.size()], step, plan_.get<double>("training.learning_rate"));
+    last_ = trainer_->run(windows_[static_cast<size_t>(updates_) % windows_.size()], step, plan_.get<double>("training.learning_rate"),
+                          session_->context->stop_requested && session_->context->stop_requested());
     ++updates_;
     if (!last_.updated) {
       throw Error(ExitCode::kUsage, format("update {} of the benchmark changed nothing: loss {}, gradient norm {}", updates_, last_.loss, last_.gradient_norm),
@@ -288,9 +296,9 @@ class StepBench {
 
 // ---- end to end
 
-Json end_to_end(const EngineContext& context, const BenchArguments& arguments) {
+Json end_to_end(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks) {
   Plan plan = *context.plan;
-  const WindowShape shape = window_shape_of(plan);
+  const WindowShape shape = window_shape_of(plan, context.world.size);
   const int64_t measured = std::max<int64_t>(1, arguments.steps * arguments.repeats);
   const int64_t steps = arguments.warmup + measured;
   const Workload workload = workload_of(plan, arguments, arguments.samples > 0 ? arguments.samples : steps * shape.entries());
@@ -306,14 +314,23 @@ Json end_to_end(const EngineContext& context, const BenchArguments& arguments) {
   put("training.log_interval", int64_t{1});
   put("training.max_steps", steps);
   put("training.num_epochs", (steps * shape.entries() + workload.samples - 1) / workload.samples);
-  put("run_id", plan.get<std::string>("run_id") + format("-bench-{}", static_cast<int64_t>(Clock::now().time_since_epoch().count())));
-  write_random_features(features, algorithm_of(context).describe(model_facts(plan)), workload);
+  std::string number = to_text(static_cast<int64_t>(Clock::now().time_since_epoch().count()));
+  if (context.world.is_lead()) {
+    write_random_features(features, algorithm_of(context).describe(model_facts(plan)), workload);
+  }
+  if (ranks.group != nullptr) {  // one run folder for all, and features that are whole
+    number = ranks.group->gather_texts(number, "the benchmark's features").front();
+  }
+  put("run_id", plan.get<std::string>("run_id") + "-bench-" + number);
 
   EngineContext inner = context;
   inner.plan = &plan;
-  const Json summary = train(inner, {});
+  const Json summary = train(inner, {}, ranks);
   if (summary.at("interrupted").as_bool()) {
     throw Error(ExitCode::kInterrupted, "asked to stop: the benchmark has no result");
+  }
+  if (!context.world.is_lead()) {
+    return Json::object();  // rank 0 has the metrics
   }
   const auto run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");
   std::vector<double> step_ms, wait_ms;
@@ -335,11 +352,14 @@ Json end_to_end(const EngineContext& context, const BenchArguments& arguments) {
 
 }  // namespace
 
-Json bench(const EngineContext& context, const BenchArguments& arguments) {
+Json bench(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks) {
   EngineContext with_random_tables = context;
   with_random_tables.random_tables = true;
-  Json json = arguments.end_to_end ? end_to_end(with_random_tables, arguments)
-                                   : StepBench(with_random_tables, arguments).run(with_random_tables);
+  Json json = arguments.end_to_end ? end_to_end(with_random_tables, arguments, ranks)
+                                   : StepBench(with_random_tables, arguments, ranks).run(with_random_tables);
+  if (!context.world.is_lead()) {
+    return json;
+  }
   log_info("{}: {} ms a step", arguments.label.empty() ? "bench" : arguments.label,
            format_fixed(json.at("step_ms").at("median").as_double(), 1));
   return json;

@@ -21,7 +21,7 @@ Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& argu
 /// A folder that serving engines load.
 Json export_draft(const EngineContext& context, const ExportArguments& arguments);
 /// Times, memory and rates of the recipe's run on random data.
-Json bench(const EngineContext& context, const BenchArguments& arguments);
+Json bench(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks);
 /// Bytes by kind on the rank that holds most, from the algorithm's description and the backend's own account; the last line is their sum. The
 /// number of ranks is the plan's fact.world_size. Without a backend: as if one process held everything.
 std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding = nullptr);

@@ -10,6 +10,7 @@
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/plan/print.hpp"
+#include "tools/sf-host/launcher.hpp"
 #include "tools/sf-host/run_session.hpp"
 
 #include <sys/wait.h>
@@ -194,6 +195,9 @@ ExitCode matrix(const Command& command) {
       pass("--plugin", command.plugins);
       pass("--plugin-path", command.plugin_paths);
       pass("--allow-unsafe-path", command.unsafe_paths);
+      if (command.launch.starts_ranks()) {
+        pass("--nproc", {to_text(command.launch.nproc)});
+      }
       if (!command.backend.empty()) {
         pass("--backend", {command.backend});
       }
@@ -265,8 +269,15 @@ ExitCode run_bench(const Command& command) {
     throw Error(ExitCode::kUsage, format("bench takes one recipe, found \"{}\" and \"{}\"", command.positional[0], command.positional[1]), kUsage);
   }
   const Json before = command.compare.empty() ? Json() : read_result(command.compare);  // read before the work
+  const bool launches = is_launcher(command.launch);
   RunSession session(command);
-  if (!session.plan(true) || !session.open(true)) {
+  if (!session.plan(true)) {
+    return session.code();
+  }
+  if (launches) {
+    return launch_ranks(command.launch);
+  }
+  if (!session.open(true)) {
     return session.code();
   }
   const std::string label = command.label.empty() ? fs::path(command.positional[0]).stem().string() : command.label;
@@ -279,6 +290,10 @@ ExitCode run_bench(const Command& command) {
                                                            .variable_length = command.variable_length,
                                                            .label = label});
   result.set("versions", Json::object().set("sf", SF_SDK_VERSION));
+  if (!session.world().is_lead()) {
+    session.close();
+    return ExitCode::kOk;
+  }
   if (!command.output.empty()) {
     atomic_write(command.output, result.dump(2) + "\n", ExitCode::kUsage);
   }

@@ -30,7 +30,7 @@ namespace {
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
 
-constexpr auto kGrace = std::chrono::seconds(20);  // ranks that learn of a failure end within some seconds
+constexpr auto kGrace = std::chrono::seconds(12);  // ranks that learn of a failure end within some seconds
 constexpr int kPollMilliseconds = 50;
 
 // One end of a pipe; text of a rank on its way to ours, in whole lines.
@@ -287,6 +287,18 @@ class Launch {
 };
 
 }  // namespace
+
+bool is_launcher(const LaunchFlags& flags) {
+  if (!flags.starts_ranks() || process_environment()("SF_LAUNCHER")) {
+    return false;
+  }
+  const World world = world_from(process_environment());
+  if (world.size > 1 && flags.nnodes == 1) {
+    throw Error(ExitCode::kUsage, format("--nproc {}, but this process is rank {} of {} already: {}", flags.nproc, world.rank, world.size, world.origin),
+                "leave --nproc out; or start one process on each machine and give --nnodes, --node-rank and --rendezvous");
+  }
+  return flags.nproc * flags.nnodes > 1;
+}
 
 ExitCode launch_ranks(const LaunchFlags& flags) {
   (void)environment_of_rank(flags, 0, "");  // refuses flags that contradict each other before anything is started

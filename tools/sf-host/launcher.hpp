@@ -6,6 +6,9 @@
 
 namespace sf {
 
+/// Is this process to start ranks, and not one of them? Throws Error(kUsage) when another launcher has made it a rank already.
+[[nodiscard]] bool is_launcher(const LaunchFlags& flags);
+
 /// Runs this program again with the same words, once for each rank of this node. Rank 0 has this terminal; lines of the others come with
 /// "[rank N] " before them. A signal goes to all ranks, which finish their window and save. When one rank fails the others end, too: on their
 /// own account first, killed after a while. No rank outlives this process. Returns what the ranks ended with; throws Error(kCommunication)

@@ -119,7 +119,7 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("backend", po::value(&command.backend)->value_name("A+B+C"),
         "short for backend.sharding, .transforms and .checkpoint: fsdp2+fp8+async_ckpt");
   }
-  if (name == "train" || name == "plan") {
+  if (name == "train" || name == "plan" || name == "bench") {
     add("nproc", po::value(&command.launch.nproc)->value_name("N"),
         "start N ranks on this machine; without it torchrun's, srun's, mpirun's or Kubernetes' variables count");
     add("nnodes", po::value(&command.launch.nnodes)->value_name("N"), "machines that take part, each with --nproc ranks");

@@ -136,7 +136,7 @@ bool RunSession::plan(bool will_run) {
   }
   Diagnostics problems;
   catalog_ = std::make_unique<Catalog>(search_request(command_), command_.plugins, host_build(), problems);
-  if (command_.verb == "train" || command_.verb == "plan") {
+  if (command_.verb == "train" || command_.verb == "plan" || command_.verb == "bench") {
     world_ = find_world(command_.launch);
   }
   ResolveRequest request{.recipe = command_.positional[0],
@@ -210,6 +210,9 @@ bool RunSession::open(bool start) {
     }
   }
   context_.plan = &resolved();
+  if (!world_.is_lead() && !is_logged(Level::kDebug)) {
+    set_log_level(Level::kWarn);
+  }
   context_.world = world_;
   context_.leave = leave;
   if (world_.is_lead() || !world_.folder.empty()) {  // sf-host's launcher names the rank before each line

@@ -1,0 +1,287 @@
+#!/usr/bin/env python3
+"""Ranks as processes of sf-host on the CPU: the same training as one process, and what happens when ranks die, hang, differ or are too many.
+
+    tests/dist/ranks.py BUILD_DIR TESTS_DIR [case ...]
+
+Standard library only. Ends with `N passed, N failed`.
+"""
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
+from tiny import ENVIRONMENT, HOST, Work, expect, run_cases  # noqa: E402
+
+FSDP2 = ("--backend", "fsdp2", "--set", 'training.fsdp_sharding="NO_SHARD"', "--set", 'training.reduce_dtype="float32"')
+
+
+class Ranks(Work):
+    """A folder with captured features, made once and copied."""
+
+    features = None
+
+    def __init__(self, steps=8, samples=24):
+        super().__init__(steps=steps, samples=samples)
+        if Ranks.features is None or samples != 24:
+            self.host("capture")
+            if samples == 24:
+                Ranks.features = self.path / "features"
+        else:
+            shutil.copytree(Ranks.features, self.path / "features")
+
+    def train(self, *arguments, ranks=1, code=0, run="tiny", **options):
+        sets = ("--set", f'run_id="{run}"', "--set", "data.eval_hidden_states_path=\"\"")
+        return self.host("train", *(("--nproc", str(ranks), *FSDP2) if ranks > 1 else ()), *sets, *arguments, code=code, **options)
+
+    def curve(self, run):
+        lines = [json.loads(line) for line in (self.path / "out" / run / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if "loss" in line}
+
+    def start_ranks(self, ranks, *arguments):
+        return self.start("--nproc", str(ranks), *FSDP2, *arguments)
+
+
+def close(a, b, tolerance=2e-5):
+    """float32: sums in another order; over some updates of a small draft that grows a little."""
+    assert a.keys() == b.keys(), (sorted(a), sorted(b))
+    for step in a:
+        for x, y in zip(a[step], b[step]):
+            assert abs(x - y) <= tolerance * max(abs(x), abs(y)), f"step {step}: {a[step]} against {b[step]}"
+
+
+def children_of(process):
+    return [int(word) for word in pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def is_alive(pid):
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(condition, seconds, what):
+    end = time.time() + seconds
+    while not condition():
+        assert time.time() < end, what
+        time.sleep(0.02)
+
+
+def finish(process, seconds, code):
+    start = time.time()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, f"exit {process.returncode}, expected {code}\n{out}\n{err}"
+    assert time.time() - start < seconds, f"took {time.time() - start:.1f} s"
+    return err
+
+
+def errors_in(text):
+    return [line for line in text.splitlines() if "error: " in line]
+
+
+def ranks_train_as_one_process_does():
+    work = Ranks()
+    work.train("--set", "training.batch_size=4", run="one")  # 4 x 2 samples in a window
+    work.train(ranks=2, run="two")                            # 2 ranks x 2 x 2
+    close(work.curve("one"), work.curve("two"))
+    work.train("--set", "training.batch_size=1", ranks=4, run="four")
+    close(work.curve("one"), work.curve("four"))
+    again = work.train("--json", ranks=2, run="again").stdout
+    assert json.loads(again)["updates"] == 8, "only rank 0 prints the summary"
+    assert work.curve("two") == work.curve("again"), "the same bits in every run"
+    shutil.rmtree(work.path)
+
+
+def samples_that_ranks_do_not_divide_are_used_once_each():
+    work = Ranks(samples=7)
+    one_epoch = ("--set", "training.max_steps=0", "--set", "training.num_epochs=2", "--set", "training.accumulation_steps=1")
+    work.train(*one_epoch, "--set", "training.batch_size=3", run="one")             # 14 entries: windows of 3, the last has 2
+    work.train(*one_epoch, "--set", "training.batch_size=1", ranks=3, run="three")
+    close(work.curve("one"), work.curve("three"))
+    assert len(work.curve("three")) == 5
+    done = work.train(*one_epoch, "--set", "training.batch_size=4", ranks=4, run="many")   # 16 places for 7 samples: more ranks than samples at the end
+    expect(done.stderr, "goes through the data more than once")
+    work.train(*one_epoch, "--set", "training.batch_size=16", run="large")
+    close(work.curve("large"), work.curve("many"))
+    shutil.rmtree(work.path)
+
+
+def evaluations_agree_and_only_rank_0_writes():
+    work = Ranks(steps=4)
+    keep = ("--set", 'data.eval_hidden_states_path="features/eval"')
+    work.train("--set", "training.batch_size=4", *keep, run="one")
+    done = work.train(*keep, ranks=2, run="two")
+    ends = []
+    for run in ("one", "two"):
+        lines = [json.loads(line) for line in (work.path / "out" / run / "metrics.jsonl").read_text().splitlines()]
+        assert len([line for line in lines if "eval" in line]) == 2, "before and after"
+        ends.append([line["eval"] for line in lines if "eval" in line][-1])
+    assert ends[0]["samples"] == ends[1]["samples"] == 6
+    for name in ("loss", "acceptance_length"):
+        assert abs(ends[0][name] - ends[1][name]) < 1e-4, (name, ends)
+    assert "[rank 1]" not in done.stderr, done.stderr
+    expect(done.stdout, "2 ranks", "gloo")
+    shutil.rmtree(work.path)
+
+
+def ctrl_c_finishes_the_window_saves_and_goes_on_to_the_same_weights():
+    work = Ranks(steps=60)
+    work.train(ranks=2, run="tiny")
+    shutil.move(work.path / "out" / "tiny", work.path / "out" / "whole")
+    whole = (work.path / "out" / "whole" / "metrics.jsonl").read_text()
+    arguments = ("--set", 'data.eval_hidden_states_path=""')
+    process = work.start_ranks(2, *arguments)
+    work.wait_for_step(process, 9)
+    process.send_signal(signal.SIGINT)
+    finish(process, 20, 130)
+    assert work.steps() and work.steps()[-1] < 60, work.steps()
+    work.train("--resume", "auto", ranks=2)
+    rows = [[(line["step"], line["loss"]) for line in map(json.loads, text.splitlines())] for text in (whole, (work.run / "metrics.jsonl").read_text())]
+    assert rows[0] == rows[1], "every loss is the same"
+    shutil.rmtree(work.path)
+
+
+def a_killed_rank_ends_all_with_one_message():
+    work = Ranks(steps=4000)
+    for victim in (1, 0):
+        process = work.start_ranks(2, "--set", f'run_id="killed{victim}"', "--set", 'data.eval_hidden_states_path=""', "--set", "training.save_interval=0")
+        metrics = work.path / "out" / f"killed{victim}" / "metrics.jsonl"
+        wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 60, "no progress")
+        ranks = children_of(process)
+        assert len(ranks) == 2
+        os.kill(ranks[victim], signal.SIGKILL)
+        text = finish(process, 20, 6)
+        assert len(errors_in(text)) == 1, text
+        expect(errors_in(text)[0], f"rank {victim} was killed by signal 9")
+        assert not any(is_alive(pid) for pid in ranks)
+    shutil.rmtree(work.path)
+
+
+def a_rank_that_hangs_is_named_with_the_collective():
+    work = Ranks(steps=4000)
+    process = work.start_ranks(3, "--set", 'data.eval_hidden_states_path=""', "--set", 'training.dist_timeout="2s"')
+    work.wait_for_step(process, 3)
+    ranks = children_of(process)
+    os.kill(ranks[2], signal.SIGSTOP)
+    text = finish(process, 40, 6)
+    assert len(errors_in(text)) == 1, text
+    expect(text, "rank 2")
+    assert "had not arrived" in text or "silent" in text, text
+    assert not any(is_alive(pid) for pid in ranks), "no rank is left behind, stopped ones included"
+    shutil.rmtree(work.path)
+
+
+def no_rank_outlives_a_launcher_that_is_killed():
+    work = Ranks(steps=4000)
+    process = work.start_ranks(2, "--set", 'data.eval_hidden_states_path=""')
+    work.wait_for_step(process, 2)
+    ranks = children_of(process)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks), 5, "ranks are left")
+    shutil.rmtree(work.path)
+
+
+def a_port_in_use_is_told():
+    work = Ranks()
+    with socket.socket(socket.AF_INET6) as taken:
+        taken.bind(("::", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = work.train("--rendezvous", f"127.0.0.1:{port}", "--set", 'training.dist_timeout="3s"', ranks=2, code=6).stderr
+    expect(text, f"port {port} is in use", "--rendezvous")
+    shutil.rmtree(work.path)
+
+
+def ranks_by_hand(work, port, rows, limit="20s"):
+    """Ranks as another launcher starts them: one process each, variables of torchrun. rows: extra arguments of each."""
+    processes = []
+    for rank, extra in enumerate(rows):
+        if extra is None:
+            continue
+        environment = {**ENVIRONMENT, "RANK": str(rank), "WORLD_SIZE": str(len(rows)), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(rows)),
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [HOST, "train", work.path / "recipe.toml", *FSDP2, "--set", 'data.eval_hidden_states_path=""', "--set", f'training.dist_timeout="{limit}"', *extra]
+        processes.append(subprocess.Popen(command, cwd=work.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+    results = [process.communicate(timeout=60) for process in processes]
+    return [process.returncode for process in processes], results
+
+
+def free_port():
+    with socket.socket() as some:
+        some.bind(("127.0.0.1", 0))
+        return some.getsockname()[1]
+
+
+def ranks_of_another_launcher_join():
+    work = Ranks(steps=3)
+    codes, results = ranks_by_hand(work, free_port(), [(), ()])
+    assert codes == [0, 0], results
+    expect(results[0][0], "RANK=0", "WORLD_SIZE=2")
+    assert len(work.losses()) == 3
+    shutil.rmtree(work.path)
+
+
+def ranks_with_different_recipes_are_told_apart():
+    work = Ranks()
+    codes, results = ranks_by_hand(work, free_port(), [(), ("--set", "training.seed=7")])
+    assert codes == [6, 6], results
+    expect(results[0][1], "rank 1 differs from rank 0", "training.seed is 42 on rank 0 and 7 on rank 1")
+    assert not errors_in(results[1][1]), results[1]
+    shutil.rmtree(work.path)
+
+
+def a_rank_that_never_comes_is_named():
+    work = Ranks()
+    start = time.time()
+    codes, results = ranks_by_hand(work, free_port(), [(), None], limit="2s")
+    assert codes == [6], results
+    expect(results[0][1], "rank 1 of 2 did not arrive at the start of the run")
+    assert time.time() - start < 20
+    shutil.rmtree(work.path)
+
+
+def no_usable_sample_ends_all_ranks():
+    work = Ranks()
+    text = work.train("--set", "data.max_length=4", ranks=2, code=4).stderr
+    assert len(errors_in(text)) == 1, text
+    expect(text, "can be used")
+    shutil.rmtree(work.path)
+
+
+def a_damaged_sample_of_one_rank_ends_all_and_keeps_finished_updates():
+    work = Ranks(steps=12)
+    shard = next((work.path / "features" / "train").glob("*.safetensors"))
+    whole = bytearray(shard.read_bytes())
+    size = int.from_bytes(whole[:8], "little")
+    start = 8 + size + json.loads(whole[8 : 8 + size])["hidden_states"]["data_offsets"][1]
+    whole[start - 2 : start] = b"\xc0\x7f"  # bfloat16 NaN in the last record
+    shard.write_bytes(whole)
+    text = work.train("--set", "training.save_interval=0", ranks=2, code=4).stderr
+    assert len(errors_in(text)) == 1, text
+    expect(text, "rank ", "NaN", "saved step")
+    assert len(work.steps()) == 1, work.steps()
+    shutil.rmtree(work.path)
+
+
+def what_makes_no_sense_is_refused_before_anything_starts():
+    work = Ranks()
+    expect(work.host("train", "--nproc", "2", code=2).stderr, "several ranks, and backend.sharding is single")
+    expect(work.host("train", "--nproc", "0", code=2).stderr, "--nproc 0")
+    expect(work.host("train", "--nnodes", "2", code=2).stderr, "go with --nproc")
+    expect(work.host("train", "--nproc", "2", "--nnodes", "2", *FSDP2, code=2).stderr, "--rendezvous")
+    plan = work.host("plan", "--nproc", "2", *FSDP2).stdout
+    expect(plan, "2 ranks, 2 of them on this machine", "sf-host --nproc 2", "gloo")
+    shutil.rmtree(work.path)
+
+
+if __name__ == "__main__":
+    run_cases([value for value in list(globals().values()) if callable(value) and getattr(value, "__module__", "") == "__main__"
+               and value.__doc__ is None and value.__name__ not in
+               ("close", "children_of", "is_alive", "wait_until", "finish", "errors_in", "free_port")])
