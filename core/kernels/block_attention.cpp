@@ -6,6 +6,7 @@
 #include "core/kernels/block_attention.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
@@ -324,13 +325,105 @@ struct BlockAttentionFunction : torch::autograd::Function<BlockAttentionFunction
   }
 };
 
-}  // namespace
-
-at::Tensor block_attention(const BlockAttention& attention) {
-  return block_attention(attention, attention.query_bqne.is_cuda() ? kScoresCuda : kScoresCpu);
+// Tensor cores, no mask, context beyond the last anchor of a tile not looked at.
+bool runs_on_kernels(const BlockAttention& attention) {
+  if (!has_kernels({attention.query_bqne, attention.context_key_bsme, attention.context_value_bsme, attention.block_key_bqme,
+                    attention.block_value_bqme}) ||
+      !attention.anchors_bw.is_cuda() || !attention.keep_bw.is_cuda()) {
+    return false;
+  }
+  const int64_t e = attention.query_bqne.size(3);
+  if (attention.query_bqne.scalar_type() != at::kBFloat16 || (e != 64 && e != 128)) {
+    note_slow_path("block_attention", "its kernel takes bfloat16 and head sizes of 64 and 128");
+    return false;
+  }
+  return true;
 }
 
-at::Tensor block_attention(const BlockAttention& attention, int64_t scores_max) {
+struct KernelInputs {
+  at::Tensor query, context_key, context_value, block_key, block_value, anchors, keep;
+};
+
+cuda::BlockAttention arguments_of(const KernelInputs& in, int64_t block_size, int64_t window_tokens, bool causal, double scale) {
+  return {.b = in.query.size(0),
+          .s = in.context_key.size(1),
+          .w = in.anchors.size(1),
+          .j = block_size,
+          .n = in.query.size(2),
+          .m = in.context_key.size(2),
+          .e = in.query.size(3),
+          .q = in.query.size(1),
+          .window_tokens = window_tokens,
+          .causal = causal,
+          .scale = static_cast<float>(scale),
+          .query_bqne = pointer(in.query),
+          .context_key_bsme = pointer(in.context_key),
+          .context_value_bsme = pointer(in.context_value),
+          .block_key_bqme = pointer(in.block_key),
+          .block_value_bqme = pointer(in.block_value),
+          .anchors_bw = in.anchors.const_data_ptr<int64_t>(),
+          .keep_bw = in.keep.const_data_ptr<bool>()};
+}
+
+struct KernelBlockAttention : torch::autograd::Function<KernelBlockAttention> {
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& context_key,
+                            const at::Tensor& context_value, const at::Tensor& block_key, const at::Tensor& block_value,
+                            const at::Tensor& anchors, const at::Tensor& keep, int64_t block_size, int64_t window_tokens, bool causal,
+                            double scale) {
+    const KernelInputs in{whole(query),       whole(context_key), whole(context_value), whole(block_key),
+                          whole(block_value), whole(anchors),     whole(keep)};
+    cuda::BlockAttention arguments = arguments_of(in, block_size, window_tokens, causal, scale);
+    at::Tensor out = at::empty(query.sizes(), query.options());
+    const at::Tensor log_sum_exp = at::empty({arguments.b, arguments.n, arguments.q}, query.options().dtype(at::kFloat));
+    const at::Tensor bounds = at::empty({arguments.b, arguments.q, 4}, query.options().dtype(at::kInt));
+    arguments.out_bqne = pointer_to_write(out);
+    arguments.log_sum_exp_bmr = log_sum_exp.data_ptr<float>();
+    arguments.bounds_bq4 = bounds.data_ptr<int32_t>();
+    check_launch("block_attention", cuda_launchers()->block_attention_forward(arguments, stream_of(query)));
+    context->save_for_backward({in.query, in.context_key, in.context_value, in.block_key, in.block_value, in.anchors, in.keep, out, log_sum_exp,
+                                bounds});
+    context->saved_data["block_size"] = block_size;
+    context->saved_data["window_tokens"] = window_tokens;
+    context->saved_data["causal"] = causal;
+    context->saved_data["scale"] = scale;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    const KernelInputs in{saved[0], saved[1], saved[2], saved[3], saved[4], saved[5], saved[6]};
+    cuda::BlockAttention arguments =
+        arguments_of(in, context->saved_data["block_size"].toInt(), context->saved_data["window_tokens"].toInt(),
+                     context->saved_data["causal"].toBool(), context->saved_data["scale"].toDouble());
+    const at::Tensor grad_out = whole(gradients[0]);
+    const auto floats = grad_out.options().dtype(at::kFloat);
+    const int64_t tiles = (arguments.q * (arguments.n / arguments.m) + 63) / 64;
+    const at::Tensor along = at::empty({arguments.b, arguments.n, arguments.q}, floats);
+    const at::Tensor ranges = at::empty({arguments.b, tiles, 4}, floats.dtype(at::kInt));
+    const at::Tensor partial = at::empty({2, cuda::attention_splits(), arguments.b, arguments.s, arguments.m, arguments.e}, floats);
+    variable_list result(11);
+    for (size_t i = 0; i < 5; ++i) {
+      result[i] = at::empty(saved[i].sizes(), saved[i].options());
+    }
+    arguments.out_bqne = saved[7].mutable_data_ptr();
+    arguments.log_sum_exp_bmr = saved[8].data_ptr<float>();
+    arguments.bounds_bq4 = saved[9].data_ptr<int32_t>();
+    arguments.grad_out_bqne = pointer(grad_out);
+    arguments.along_bmr = along.data_ptr<float>();
+    arguments.tiles_bt4 = ranges.data_ptr<int32_t>();
+    arguments.partial_key = partial.data_ptr<float>();
+    arguments.partial_value = partial[1].data_ptr<float>();
+    arguments.grad_query_bqne = pointer_to_write(result[0]);
+    arguments.grad_context_key_bsme = pointer_to_write(result[1]);
+    arguments.grad_context_value_bsme = pointer_to_write(result[2]);
+    arguments.grad_block_key_bqme = pointer_to_write(result[3]);
+    arguments.grad_block_value_bqme = pointer_to_write(result[4]);
+    check_launch("block_attention backward", cuda_launchers()->block_attention_backward(arguments, stream_of(grad_out)));
+    return result;
+  }
+};
+
+void check(const BlockAttention& attention) {
   SF_CHECK(attention.query_bqne.dim() == 4 && attention.context_key_bsme.dim() == 4 && attention.anchors_bw.dim() == 2,
            "block_attention takes query [b, q, n, e], context [b, s, m, e], anchors [b, w]; found {}, {}, {}",
            attention.query_bqne.sizes().vec(), attention.context_key_bsme.sizes().vec(), attention.anchors_bw.sizes().vec());
@@ -351,6 +444,22 @@ at::Tensor block_attention(const BlockAttention& attention, int64_t scores_max) 
   SF_CHECK_SHAPE(attention.keep_bw, {b, w});
   SF_CHECK(attention.keep_bw.scalar_type() == at::kBool && attention.anchors_bw.scalar_type() == at::kLong,
            "block_attention: anchors are int64 and keep is bool");
+}
+
+}  // namespace
+
+at::Tensor block_attention(const BlockAttention& attention) {
+  check(attention);
+  if (runs_on_kernels(attention)) {
+    return KernelBlockAttention::apply(attention.query_bqne, attention.context_key_bsme, attention.context_value_bsme,
+                                       attention.block_key_bqme, attention.block_value_bqme, attention.anchors_bw, attention.keep_bw,
+                                       attention.block_size, attention.window_tokens, attention.causal, attention.scale);
+  }
+  return block_attention(attention, attention.query_bqne.is_cuda() ? kScoresCuda : kScoresCpu);
+}
+
+at::Tensor block_attention(const BlockAttention& attention, int64_t scores_max) {
+  check(attention);
   return BlockAttentionFunction::apply(attention.query_bqne, attention.context_key_bsme, attention.context_value_bsme,
                                        attention.block_key_bqme, attention.block_value_bqme, attention.anchors_bw, attention.keep_bw,
                                        attention.block_size, attention.window_tokens, attention.causal, attention.scale, scores_max);

@@ -1,6 +1,7 @@
 #include "core/kernels/grouped_convolution.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
@@ -35,11 +36,52 @@ struct Convolution {
   }
 };
 
+// A group's channels lie in the registers of at most a warp, 16 bytes a lane, and its lanes are a power of two.
+bool runs_on_kernels(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& base) {
+  if (!has_kernels({x, delta, base})) {
+    return false;
+  }
+  const int64_t size = x.size(2) / delta.size(3), most = x.scalar_type() == at::kBFloat16 ? 256 : 128;
+  if (base.size(0) > cuda::kConvolutionTaps || (size & (size - 1)) != 0 || size > most) {
+    note_slow_path("grouped_convolution", "its kernel takes up to 4 taps and groups of 1, 2, 4 .. 128 channels");
+    return false;
+  }
+  return true;
+}
+
+// Rows of coefficients may lie apart (one side of a projection), each row itself in one piece.
+at::Tensor row_wise(const at::Tensor& delta) {
+  const bool fits = delta.stride(3) == 1 && delta.stride(2) == delta.size(3) && delta.stride(0) == delta.size(1) * delta.stride(1);
+  return fits ? delta : delta.contiguous();
+}
+
+cuda::GroupedConvolution arguments_of(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& base, int64_t block_size) {
+  return {.type = kernel_type(x),
+          .rows = x.size(0) * x.size(1),
+          .h = x.size(2),
+          .taps = base.size(0),
+          .groups = delta.size(3),
+          .block_size = block_size,
+          .delta_row_stride = delta.stride(1),
+          .x_rh = pointer(x),
+          .delta_rtc = pointer(delta),
+          .base_th = pointer(base)};
+}
+
 struct GroupedConvolution : torch::autograd::Function<GroupedConvolution> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x_bqh, const at::Tensor& delta_bqtg, const at::Tensor& base_th,
                             int64_t block_size) {
-    context->save_for_backward({x_bqh, delta_bqtg, base_th});
     context->saved_data["block_size"] = block_size;
+    if (runs_on_kernels(x_bqh, delta_bqtg, base_th)) {
+      const at::Tensor x = whole(x_bqh), delta = row_wise(delta_bqtg), base = whole(base_th);
+      context->save_for_backward({x, delta, base});
+      at::Tensor out = at::empty(x.sizes(), x.options());
+      cuda::GroupedConvolution arguments = arguments_of(x, delta, base, block_size);
+      arguments.y_rh = pointer_to_write(out);
+      check_launch("grouped_convolution", cuda_launchers()->grouped_convolution_forward(arguments, stream_of(x)));
+      return out;
+    }
+    context->save_for_backward({x_bqh, delta_bqtg, base_th});
     const Convolution conv(x_bqh, delta_bqtg, base_th, block_size);
     at::Tensor y = conv.coefficients(0).mul_(conv.x);
     for (int64_t t = 1; t < conv.taps_used(); ++t) {
@@ -51,6 +93,22 @@ struct GroupedConvolution : torch::autograd::Function<GroupedConvolution> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
     const int64_t block_size = context->saved_data["block_size"].toInt();
+    if (runs_on_kernels(saved[0], saved[1], saved[2])) {
+      const at::Tensor grad = whole(gradients[0]);
+      at::Tensor x_gradient = at::empty(saved[0].sizes(), saved[0].options());
+      at::Tensor delta_gradient = at::empty(saved[1].sizes(), saved[1].options());
+      at::Tensor base_gradient = at::empty(saved[2].sizes(), saved[2].options());
+      cuda::GroupedConvolution arguments = arguments_of(saved[0], saved[1], saved[2], block_size);
+      const at::Tensor partial = at::empty({cuda::convolution_partials(arguments.rows / block_size), arguments.taps, arguments.h},
+                                           grad.options().dtype(at::kFloat));
+      arguments.grad_y_rh = pointer(grad);
+      arguments.grad_x_rh = pointer_to_write(x_gradient);
+      arguments.grad_delta_rtc = pointer_to_write(delta_gradient);
+      arguments.grad_base_th = pointer_to_write(base_gradient);
+      arguments.partial_pth = partial.data_ptr<float>();
+      check_launch("grouped_convolution backward", cuda_launchers()->grouped_convolution_backward(arguments, stream_of(grad)));
+      return {x_gradient, delta_gradient, base_gradient, at::Tensor()};
+    }
     const Convolution conv(saved[0], saved[1], saved[2], block_size);
     const at::Tensor grad_y = wide(gradients[0]).reshape(conv.x.sizes());
     at::Tensor grad_x;

@@ -1,6 +1,7 @@
 #include "core/kernels/head_norm_rope.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/rms_norm.hpp"
 #include "core/kernels/shape_check.hpp"
 
@@ -31,9 +32,53 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos_bqf, const at::Tens
   return out;
 }
 
+constexpr int64_t kHeadMost = 256, kPairsMost = 128;  // elements of a head in a warp's registers
+
+bool runs_on_kernels(const at::Tensor& x, const at::Tensor& weight_e, const at::Tensor& cos_bqf) {
+  const int64_t e = x.size(3), f = cos_bqf.size(-1);
+  if (!has_kernels({x, weight_e}) || !has_kernels({cos_bqf}) || cos_bqf.scalar_type() != at::kFloat) {
+    return false;
+  }
+  if (e % 2 != 0 || f % 2 != 0 || e > kHeadMost || f > kPairsMost) {
+    note_slow_path("head_norm_rope", "its kernel takes even head sizes up to 256");
+    return false;
+  }
+  return true;
+}
+
+cuda::HeadNormRope arguments_of(const at::Tensor& x, const at::Tensor& weight_e, const at::Tensor& cos_bqf, const at::Tensor& sin_bqf,
+                                const at::Tensor& inverse) {
+  const int64_t rows = x.size(0) * x.size(1);
+  return {.type = kernel_type(x),
+          .rows = rows,
+          .heads = x.size(2),
+          .e = x.size(3),
+          .f = cos_bqf.size(-1),
+          .angle_rows = cos_bqf.size(0) * cos_bqf.size(1),
+          .x_rne = pointer(x),
+          .weight_e = pointer(weight_e),
+          .cos_rf = cos_bqf.const_data_ptr<float>(),
+          .sin_rf = sin_bqf.const_data_ptr<float>(),
+          .inverse_rn = static_cast<float*>(pointer_to_write(inverse))};
+}
+
 struct HeadNormRope : torch::autograd::Function<HeadNormRope> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const std::optional<at::Tensor>& weight_e,
                             const at::Tensor& cos_bqf, const at::Tensor& sin_bqf, double eps) {
+    if (runs_on_kernels(x, weight_e.value_or(at::Tensor()), cos_bqf)) {
+      const at::Tensor x_whole = whole(x), weight = whole(weight_e.value_or(at::Tensor())), cos = whole(cos_bqf), sin = whole(sin_bqf);
+      at::Tensor inverse;
+      if (weight.defined()) {
+        inverse = at::empty({x.size(0) * x.size(1), x.size(2)}, cos.options());
+      }
+      at::Tensor out = at::empty(x.sizes(), x.options());
+      cuda::HeadNormRope arguments = arguments_of(x_whole, weight, cos, sin, inverse);
+      arguments.eps = eps;
+      arguments.y_rne = pointer_to_write(out);
+      check_launch("head_norm_rope", cuda_launchers()->head_norm_rope_forward(arguments, stream_of(x)));
+      context->save_for_backward({x_whole, weight, cos, sin, inverse});
+      return out;
+    }
     at::Tensor y = wide(x);
     at::Tensor inverse;
     if (weight_e) {
@@ -48,6 +93,21 @@ struct HeadNormRope : torch::autograd::Function<HeadNormRope> {
     const auto saved = context->get_saved_variables();
     const at::Tensor& x = saved[0];
     const at::Tensor& weight_e = saved[1];
+    if (runs_on_kernels(x, weight_e, saved[2])) {
+      const at::Tensor grad_y = whole(gradients[0]);
+      at::Tensor grad = at::empty(x.sizes(), x.options()), weight_grad, partial;
+      cuda::HeadNormRope arguments = arguments_of(x, weight_e, saved[2], saved[3], saved[4]);
+      if (weight_e.defined() && context->needs_input_grad(1)) {
+        weight_grad = at::empty(weight_e.sizes(), weight_e.options());
+        partial = at::empty({cuda::head_norm_partials(arguments.rows), arguments.e}, saved[2].options());
+      }
+      arguments.grad_y_rne = pointer(grad_y);
+      arguments.grad_x_rne = pointer_to_write(grad);
+      arguments.grad_weight_e = pointer_to_write(weight_grad);
+      arguments.partial_pe = static_cast<float*>(pointer_to_write(partial));
+      check_launch("head_norm_rope backward", cuda_launchers()->head_norm_rope_backward(arguments, stream_of(x)));
+      return {grad, weight_grad, at::Tensor(), at::Tensor(), at::Tensor()};
+    }
     at::Tensor grad_x = rotate(wide(gradients[0]), saved[2], saved[3], -1, wide_type(x.scalar_type()));
     at::Tensor grad_weight;
     if (weight_e.defined()) {

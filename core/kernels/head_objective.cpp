@@ -7,7 +7,9 @@
 #include "core/kernels/head_objective.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/head_teacher.hpp"
+#include "core/kernels/lookup.hpp"
 #include "core/kernels/row_statistics.hpp"
 #include "core/kernels/shape_check.hpp"
 
@@ -27,6 +29,18 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 bool is_plain(const HeadObjective& objective) { return objective.logit_multiplier == 1.0 && objective.softcap <= 0; }
+
+// One kernel for what is read off the logits, one that writes the gradient over them: nothing wide of the chunk's size is made.
+bool runs_on_kernels(const HeadObjective& objective) {
+  if (!has_kernels({objective.hidden_rh, objective.head_vh}) || objective.teacher_states_nh.defined()) {
+    return false;
+  }
+  if (objective.top_k > cuda::kHeadCandidates) {
+    note_slow_path("head_objective", "its kernel finds up to 32 candidates");
+    return false;
+  }
+  return true;
+}
 
 // Logits as the loss sees them, wide. Keeps the memory of `logits` when nothing has to be done.
 at::Tensor transform(const at::Tensor& logits, const HeadObjective& objective) {
@@ -57,6 +71,9 @@ struct Buffers {
   Buffers(const HeadObjective& objective, int64_t chunk_rows) {
     const int64_t v = objective.head_vh.size(0);
     logits = at::empty({chunk_rows, v}, objective.hidden_rh.options().requires_grad(false));
+    if (runs_on_kernels(objective)) {
+      return;
+    }
     const at::ScalarType type = wide_type(logits.scalar_type());
     const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu();
     exponentials = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
@@ -88,13 +105,17 @@ class ChunkPass {
     if (objective_.bias_rx.defined()) {
       logits.addmm_(objective_.bias_rx.detach().narrow(0, begin, end - begin), objective_.bias_table_vx.detach().t());
     }
-    const at::Tensor u = transform(logits, objective_);
-    const at::Tensor label = objective_.labels_r.narrow(0, begin, end - begin).unsqueeze(1);
-
     HeadRows rows;
     rows.row_begin = begin;
     rows.row_end = end;
     rows.hidden_rh = hidden;
+    if (runs_on_kernels(objective_)) {
+      look_at_rows(logits, rows);
+      look_up_candidates(rows);
+      return wants_gradient_ ? differentiate_rows(rows, logits, gradients) : loss_(rows).detach();
+    }
+    const at::Tensor u = transform(logits, objective_);
+    const at::Tensor label = objective_.labels_r.narrow(0, begin, end - begin).unsqueeze(1);
     const RowMaxima maxima = find_maxima(u, objective_.top_k);
     rows.argmax_r = maxima.column_r;
     pick_candidates(u, maxima, label, begin, rows);
@@ -130,12 +151,7 @@ class ChunkPass {
       rows.teacher_probability_r = teacher.max_probability_t.index_select(0, teacher.index_r).to(at::kFloat);
     }
 
-    if (objective_.candidate_table_vx.defined()) {
-      const at::Tensor& table = objective_.candidate_table_vx;
-      rows.candidate_rows_rkx =
-          table.detach().index_select(0, rows.top_ids_rk.reshape({-1})).view({end - begin, objective_.top_k, table.size(1)});
-    }
-
+    look_up_candidates(rows);
     if (!wants_gradient_) {
       return loss_(rows).detach();
     }
@@ -143,6 +159,64 @@ class ChunkPass {
   }
 
  private:
+  void look_up_candidates(HeadRows& rows) const {
+    if (objective_.candidate_table_vx.defined()) {
+      const at::Tensor& table = objective_.candidate_table_vx;
+      rows.candidate_rows_rkx = table.detach()
+                                    .index_select(0, rows.top_ids_rk.reshape({-1}))
+                                    .view({rows.row_end - rows.row_begin, objective_.top_k, table.size(1)});
+    }
+  }
+
+  void look_at_rows(const at::Tensor& logits, HeadRows& rows) const {
+    const int64_t r = rows.row_end - rows.row_begin, k = objective_.top_k;
+    const auto floats = logits.options().dtype(at::kFloat), integers = logits.options().dtype(at::kLong);
+    const at::Tensor label = whole(objective_.labels_r.narrow(0, rows.row_begin, r));
+    at::Tensor wanted, wanted_values;
+    if (k > 0) {
+      rows.top_values_rk = at::empty({r, k}, floats);
+      rows.top_ids_rk = at::empty({r, k}, integers);
+      if (objective_.must_include_r.defined()) {
+        wanted = whole(objective_.must_include_r.narrow(0, rows.row_begin, r));
+        wanted_values = at::empty({r}, floats);
+      }
+    }
+    rows.log_sum_exp_r = at::empty({r}, floats);
+    rows.nll_r = at::empty({r}, floats);
+    rows.argmax_r = at::empty({r}, integers);
+    rows.max_probability_r = at::empty({r}, floats);
+    check_launch("head_objective",
+                 cuda_launchers()->head_rows_forward({.type = kernel_type(logits), .r = r, .v = logits.size(1), .k = k,
+                                                      .multiplier = static_cast<float>(objective_.logit_multiplier),
+                                                      .softcap = static_cast<float>(std::max(0.0, objective_.softcap)),
+                                                      .logits_rv = pointer(logits), .labels_r = label.const_data_ptr<int64_t>(),
+                                                      .wanted_r = static_cast<const int64_t*>(pointer(wanted)),
+                                                      .log_sum_exp_r = rows.log_sum_exp_r.data_ptr<float>(),
+                                                      .nll_r = rows.nll_r.data_ptr<float>(), .argmax_r = rows.argmax_r.data_ptr<int64_t>(),
+                                                      .max_probability_r = rows.max_probability_r.data_ptr<float>(),
+                                                      .top_values_rk = static_cast<float*>(pointer_to_write(rows.top_values_rk)),
+                                                      .top_ids_rk = static_cast<int64_t*>(pointer_to_write(rows.top_ids_rk)),
+                                                      .wanted_values_r = static_cast<float*>(pointer_to_write(wanted_values))},
+                                                     stream_of(logits)));
+    if (k > 0) {
+      include(wanted.defined() ? wanted.unsqueeze(1) : wanted, wanted_values.defined() ? wanted_values.unsqueeze(1) : wanted_values, rows);
+    }
+  }
+
+  // Notes the strict last candidate, and lets a wanted token that is not among the candidates take its place. wanted [r, 1] or undefined.
+  void include(const at::Tensor& wanted, const at::Tensor& wanted_value, HeadRows& rows) const {
+    const int64_t k = objective_.top_k;
+    rows.last_value_r = rows.top_values_rk.select(1, k - 1).clone();
+    rows.last_id_r = rows.top_ids_rk.select(1, k - 1).clone();
+    if (wanted.defined()) {
+      const at::Tensor missing = at::eq(rows.top_ids_rk, wanted).any(1, true).logical_not_();
+      at::Tensor last_id = rows.top_ids_rk.narrow(1, k - 1, 1);
+      at::Tensor last_value = rows.top_values_rk.narrow(1, k - 1, 1);
+      last_value.copy_(at::where(missing, wanted_value, last_value));
+      last_id.copy_(at::where(missing, wanted, last_id));
+    }
+  }
+
   void pick_candidates(const at::Tensor& u, const RowMaxima& maxima, const at::Tensor& label, int64_t begin, HeadRows& rows) const {
     const int64_t k = objective_.top_k;
     if (k == 0) {
@@ -150,80 +224,71 @@ class ChunkPass {
     }
     rows.top_values_rk = maxima.top_values_rk;
     rows.top_ids_rk = maxima.top_columns_rk;
-    rows.last_value_r = rows.top_values_rk.select(1, k - 1).clone();
-    rows.last_id_r = rows.top_ids_rk.select(1, k - 1).clone();
+    at::Tensor wanted;
     if (objective_.must_include_r.defined()) {
-      const at::Tensor wanted = objective_.must_include_r.narrow(0, begin, label.size(0)).unsqueeze(1);
-      const at::Tensor missing = at::eq(rows.top_ids_rk, wanted).any(1, true).logical_not_();
-      at::Tensor last_id = rows.top_ids_rk.narrow(1, k - 1, 1);
-      at::Tensor last_value = rows.top_values_rk.narrow(1, k - 1, 1);
-      last_value.copy_(at::where(missing, u.gather(1, wanted), last_value));
-      last_id.copy_(at::where(missing, wanted, last_id));
+      wanted = objective_.must_include_r.narrow(0, begin, label.size(0)).unsqueeze(1);
     }
+    include(wanted, wanted.defined() ? u.gather(1, wanted) : wanted, rows);
   }
 
-  at::Tensor differentiate(HeadRows& rows, const at::Tensor& u, const at::Tensor& label, at::Tensor& exponentials,
-                           const at::Tensor& sum, const TeacherChunk& teacher, const at::Tensor& tilt_r, ChunkGradients& gradients) const {
+  // The caller's loss of a chunk and its gradients.
+  struct Differentiated {
     at::Tensor value;
-    variable_list found;
-    size_t table_place = 0, distance_place = 0, first_parameter = 0;
-    {
-      at::AutoGradMode record(true);
-      rows.hidden_rh = rows.hidden_rh.detach().requires_grad_();
-      rows.nll_r = rows.nll_r.detach().requires_grad_();
-      variable_list leaves{rows.hidden_rh, rows.nll_r};
-      if (objective_.top_k > 0) {
-        rows.top_values_rk = rows.top_values_rk.detach().requires_grad_();
-        leaves.push_back(rows.top_values_rk);
-      }
-      const bool wants_table = objective_.candidate_table_vx.defined() && objective_.candidate_table_vx.requires_grad();
-      if (wants_table) {
-        rows.candidate_rows_rkx = rows.candidate_rows_rkx.requires_grad_();
-        table_place = leaves.size();
-        leaves.push_back(rows.candidate_rows_rkx);
-      }
-      if (rows.distance_r.defined()) {
-        rows.distance_r = rows.distance_r.detach().requires_grad_();
-        distance_place = leaves.size();
-        leaves.push_back(rows.distance_r);
-      }
-      first_parameter = leaves.size();
-      for (const at::Tensor& parameter : objective_.parameters) {
-        if (parameter.requires_grad()) {
-          leaves.push_back(parameter);
-        }
-      }
-      value = loss_(rows);
-      SF_CHECK(value.defined() && value.dim() == 0, "head_objective: the loss of a chunk is a scalar, found {} dimensions",
-               value.defined() ? value.dim() : -1);
-      if (value.requires_grad()) {
-        found = torch::autograd::grad({value}, leaves, {}, /*retain_graph=*/true, /*create_graph=*/false, /*allow_unused=*/true);
-      } else {
-        found.resize(leaves.size());
-      }
-    }
+    at::Tensor grad_hidden, grad_nll, grad_top, grad_candidate_rows, grad_distance;
+  };
 
-    const at::Tensor& grad_nll = found[1];
-    const at::Tensor grad_top = objective_.top_k > 0 ? found[2] : at::Tensor();
-    const at::Tensor grad_distance = distance_place != 0 ? found[distance_place] : at::Tensor();
-    at::Tensor& grad_logits = exponentials;
-    if (grad_distance.defined()) {
-      const at::Tensor factor = grad_nll.defined() ? grad_nll.to(grad_logits.scalar_type()) : at::zeros_like(tilt_r);
-      teacher_gradient(grad_logits, sum, teacher, tilt_r, factor, grad_distance.to(grad_logits.scalar_type()));
-      grad_logits.scatter_add_(1, label, at::neg(factor).unsqueeze(1));
-    } else if (grad_nll.defined()) {
-      const at::Tensor factor = grad_nll.to(grad_logits.scalar_type()).unsqueeze(1);
-      grad_logits.mul_(sum.defined() ? at::div(factor, sum.unsqueeze(1)) : factor);
-      grad_logits.scatter_add_(1, label, at::neg(factor));
-    } else {
-      grad_logits.zero_();
+  Differentiated differentiate_loss(HeadRows& rows, ChunkGradients& gradients) const {
+    at::AutoGradMode record(true);
+    rows.hidden_rh = rows.hidden_rh.detach().requires_grad_();
+    rows.nll_r = rows.nll_r.detach().requires_grad_();
+    variable_list leaves{rows.hidden_rh, rows.nll_r};
+    if (objective_.top_k > 0) {
+      rows.top_values_rk = rows.top_values_rk.detach().requires_grad_();
+      leaves.push_back(rows.top_values_rk);
     }
-    if (grad_top.defined()) {
-      grad_logits.scatter_add_(1, rows.top_ids_rk, grad_top.to(grad_logits.scalar_type()));
+    size_t table_place = 0;
+    if (objective_.candidate_table_vx.defined() && objective_.candidate_table_vx.requires_grad()) {
+      rows.candidate_rows_rkx = rows.candidate_rows_rkx.requires_grad_();
+      table_place = leaves.size();
+      leaves.push_back(rows.candidate_rows_rkx);
     }
-    if (!is_plain(objective_)) {
-      transform_backward(grad_logits, u, objective_);
+    size_t distance_place = 0;
+    if (rows.distance_r.defined()) {
+      rows.distance_r = rows.distance_r.detach().requires_grad_();
+      distance_place = leaves.size();
+      leaves.push_back(rows.distance_r);
     }
+    size_t next = leaves.size();
+    for (const at::Tensor& parameter : objective_.parameters) {
+      if (parameter.requires_grad()) {
+        leaves.push_back(parameter);
+      }
+    }
+    const at::Tensor value = loss_(rows);
+    SF_CHECK(value.defined() && value.dim() == 0, "head_objective: the loss of a chunk is a scalar, found {} dimensions",
+             value.defined() ? value.dim() : -1);
+    variable_list found(leaves.size());
+    if (value.requires_grad()) {
+      found = torch::autograd::grad({value}, leaves, {}, /*retain_graph=*/true, /*create_graph=*/false, /*allow_unused=*/true);
+    }
+    Differentiated result;
+    result.value = value.detach();
+    result.grad_hidden = found[0];
+    result.grad_nll = found[1];
+    result.grad_top = objective_.top_k > 0 ? found[2] : at::Tensor();
+    result.grad_distance = distance_place != 0 ? found[distance_place] : at::Tensor();
+    result.grad_candidate_rows = table_place != 0 ? found[table_place] : at::Tensor();
+    gradients.parameters.resize(objective_.parameters.size());
+    for (size_t i = 0; i < objective_.parameters.size(); ++i) {
+      if (objective_.parameters[i].requires_grad()) {
+        gradients.parameters[i] = found[next++];
+      }
+    }
+    return result;
+  }
+
+  // What follows the gradient of the logits.
+  at::Tensor finish(const Differentiated& loss, const HeadRows& rows, const at::Tensor& grad_logits, ChunkGradients& gradients) const {
     const at::Tensor narrow_grad = grad_logits.to(objective_.head_vh.scalar_type());
     gradients.hidden_rh = at::mm(narrow_grad, objective_.head_vh.detach());
     if (objective_.bias_rx.defined()) {
@@ -234,36 +299,63 @@ class ChunkPass {
         gradients.bias_table_vx = at::mm(narrow_grad.t(), objective_.bias_rx.detach().narrow(0, rows.row_begin, rows.row_end - rows.row_begin));
       }
     }
-    if (found[0].defined()) {
-      gradients.hidden_rh.add_(found[0]);
+    if (loss.grad_hidden.defined()) {
+      gradients.hidden_rh.add_(loss.grad_hidden);
     }
-    if (table_place != 0 && found[table_place].defined()) {
+    if (loss.grad_candidate_rows.defined()) {
       gradients.candidate_ids = rows.top_ids_rk.reshape({-1});
-      gradients.candidate_rows = found[table_place].reshape({gradients.candidate_ids.size(0), -1});
+      gradients.candidate_rows = loss.grad_candidate_rows.reshape({gradients.candidate_ids.size(0), -1});
     }
-    size_t next = first_parameter;
-    gradients.parameters.resize(objective_.parameters.size());
-    for (size_t i = 0; i < objective_.parameters.size(); ++i) {
-      if (objective_.parameters[i].requires_grad()) {
-        gradients.parameters[i] = found[next++];
-      }
+    return loss.value;
+  }
+
+  at::Tensor differentiate_rows(HeadRows& rows, at::Tensor& logits, ChunkGradients& gradients) const {
+    const Differentiated loss = differentiate_loss(rows, gradients);
+    const int64_t r = logits.size(0);
+    const at::Tensor label = whole(objective_.labels_r.narrow(0, rows.row_begin, r));
+    const at::Tensor grad_nll = whole(loss.grad_nll), grad_top = whole(loss.grad_top), ids = whole(rows.top_ids_rk);
+    check_launch("head_objective backward",
+                 cuda_launchers()->head_rows_backward({.type = kernel_type(logits), .r = r, .v = logits.size(1),
+                                                       .k = grad_top.defined() ? objective_.top_k : 0,
+                                                       .multiplier = static_cast<float>(objective_.logit_multiplier),
+                                                       .softcap = static_cast<float>(std::max(0.0, objective_.softcap)),
+                                                       .logits_rv = pointer_to_write(logits), .labels_r = label.const_data_ptr<int64_t>(),
+                                                       .log_sum_exp_r = rows.log_sum_exp_r.const_data_ptr<float>(),
+                                                       .grad_nll_r = static_cast<const float*>(pointer(grad_nll)),
+                                                       .ids_rk = static_cast<const int64_t*>(pointer(ids)),
+                                                       .grad_values_rk = static_cast<const float*>(pointer(grad_top))},
+                                                      stream_of(logits)));
+    return finish(loss, rows, logits, gradients);
+  }
+
+  at::Tensor differentiate(HeadRows& rows, const at::Tensor& u, const at::Tensor& label, at::Tensor& exponentials,
+                           const at::Tensor& sum, const TeacherChunk& teacher, const at::Tensor& tilt_r, ChunkGradients& gradients) const {
+    const Differentiated loss = differentiate_loss(rows, gradients);
+    at::Tensor& grad_logits = exponentials;
+    if (loss.grad_distance.defined()) {
+      const at::Tensor factor = loss.grad_nll.defined() ? loss.grad_nll.to(grad_logits.scalar_type()) : at::zeros_like(tilt_r);
+      teacher_gradient(grad_logits, sum, teacher, tilt_r, factor, loss.grad_distance.to(grad_logits.scalar_type()));
+      grad_logits.scatter_add_(1, label, at::neg(factor).unsqueeze(1));
+    } else if (loss.grad_nll.defined()) {
+      const at::Tensor factor = loss.grad_nll.to(grad_logits.scalar_type()).unsqueeze(1);
+      grad_logits.mul_(sum.defined() ? at::div(factor, sum.unsqueeze(1)) : factor);
+      grad_logits.scatter_add_(1, label, at::neg(factor));
+    } else {
+      grad_logits.zero_();
     }
-    return value.detach();
+    if (loss.grad_top.defined()) {
+      grad_logits.scatter_add_(1, rows.top_ids_rk, loss.grad_top.to(grad_logits.scalar_type()));
+    }
+    if (!is_plain(objective_)) {
+      transform_backward(grad_logits, u, objective_);
+    }
+    return finish(loss, rows, grad_logits, gradients);
   }
 
   const HeadObjective& objective_;
   const RowLoss& loss_;
   bool wants_gradient_;
 };
-
-// table[ids[i]] += rows[i], in the order of i on the CPU and sorted by token on a GPU: the same bits every run.
-void add_by_token(at::Tensor& table, const at::Tensor& ids, const at::Tensor& rows) {
-  if (table.is_cpu()) {
-    table.index_add_(0, ids, rows);
-  } else {
-    table.index_put_({ids}, rows, /*accumulate=*/true);
-  }
-}
 
 struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> {
   // Objective and loss are passed by address; they are used during this call alone.
@@ -295,7 +387,7 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
           const auto type = wide_type(candidate_table_vx->scalar_type());
           kept[1] = at::zeros(candidate_table_vx->sizes(), gradients.candidate_rows.options().dtype(type));
         }
-        add_by_token(kept[1], gradients.candidate_ids, gradients.candidate_rows.to(kept[1].scalar_type()));
+        add_by_token(kept[1], gradients.candidate_ids, gradients.candidate_rows);
       }
       if (gradients.bias_rx.defined()) {
         if (!kept[2].defined()) {

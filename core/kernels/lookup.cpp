@@ -1,6 +1,7 @@
 #include "core/kernels/lookup.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
@@ -24,6 +25,11 @@ struct Lookup : torch::autograd::Function<Lookup> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const at::Tensor ids = context->get_saved_variables()[0].reshape({-1});
     const at::Tensor& gradient = gradients[0];
+    if (has_kernels({gradient})) {
+      at::Tensor table = at::zeros({context->saved_data["rows"].toInt(), gradient.size(-1)}, gradient.options().dtype(at::kFloat));
+      add_by_token(table, ids, gradient.reshape({-1, gradient.size(-1)}));
+      return {table.to(gradient.scalar_type()), at::Tensor()};
+    }
     const at::Tensor rows = wide(gradient).reshape({-1, gradient.size(-1)});
     // On the CPU each thread owns a range of tokens; on a GPU it sorts by token first. Neither adds in an order that changes.
     const at::Tensor table =
@@ -33,6 +39,26 @@ struct Lookup : torch::autograd::Function<Lookup> {
 };
 
 }  // namespace
+
+void add_by_token(at::Tensor& table_vx, const at::Tensor& ids_r, const at::Tensor& rows_rx) {
+  if (table_vx.is_cpu()) {
+    table_vx.index_add_(0, ids_r, rows_rx.to(table_vx.scalar_type()));
+    return;
+  }
+  if (!has_kernels({rows_rx}) || table_vx.scalar_type() != at::kFloat) {
+    table_vx.index_put_({ids_r}, rows_rx.to(table_vx.scalar_type()), /*accumulate=*/true);  // sorts by token first
+    return;
+  }
+  const int64_t count = ids_r.size(0), x = rows_rx.size(1);
+  const at::Tensor rows = whole(rows_rx);
+  const auto [sorted, order] = at::sort(ids_r, /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const at::Tensor partial = at::empty({(count + cuda::kSegmentRows - 1) / cuda::kSegmentRows, 2, x}, table_vx.options());
+  check_launch("add_by_token", cuda_launchers()->segment_sum({.row_type = kernel_type(rows), .count = count, .x = x,
+                                                              .sorted_ids = sorted.const_data_ptr<int64_t>(),
+                                                              .order = order.const_data_ptr<int64_t>(), .rows = pointer(rows),
+                                                              .table_vx = table_vx.data_ptr<float>(), .partial = partial.data_ptr<float>()},
+                                                             stream_of(table_vx)));
+}
 
 at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) {
   SF_CHECK(table_vx.dim() == 2, "lookup takes a table [v, x], found {}", table_vx.sizes().vec());

@@ -1,10 +1,14 @@
 #include "core/kernels/rms_norm.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
+
+#include <tuple>
+#include <utility>
 
 namespace sf {
 namespace {
@@ -16,8 +20,56 @@ at::Tensor scale_rows(const at::Tensor& x, const at::Tensor& inverse, const at::
   return at::mul(x, inverse).mul_(wide(weight_h));
 }
 
+constexpr int64_t kColumnsMost = 32768;  // a kernel keeps a float for each column in shared memory
+
+bool runs_on_kernels(const at::Tensor& x, const at::Tensor& weight_h) { return has_kernels({x, weight_h}) && weight_h.size(0) <= kColumnsMost; }
+
+// One pass of the kernel. With a residual `sum` is made too.
+struct NormedRows {
+  at::Tensor sum, y, inverse_r;
+};
+
+NormedRows norm_rows(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h, double eps) {
+  const int64_t h = x.size(-1), r = x.numel() / h;
+  NormedRows rows;
+  rows.y = at::empty(x.sizes(), x.options());
+  rows.sum = residual.defined() ? at::empty(x.sizes(), x.options()) : at::Tensor();
+  rows.inverse_r = at::empty({r}, x.options().dtype(at::kFloat));
+  check_launch("rms_norm", cuda_launchers()->rms_norm_forward({.type = kernel_type(x), .r = r, .h = h, .eps = eps, .x_rh = pointer(x),
+                                                               .residual_rh = pointer(residual), .weight_h = pointer(weight_h),
+                                                               .sum_rh = pointer_to_write(rows.sum), .y_rh = pointer_to_write(rows.y),
+                                                               .inverse_r = rows.inverse_r.data_ptr<float>()}, stream_of(x)));
+  return rows;
+}
+
+// {gradient of what was normed, of the weight}; `grad_sum` is undefined or added to the first.
+std::pair<at::Tensor, at::Tensor> norm_rows_backward(const at::Tensor& grad_y, const at::Tensor& grad_sum, const at::Tensor& x,
+                                                     const at::Tensor& weight_h, const at::Tensor& inverse_r, bool wants_weight) {
+  const int64_t h = x.size(-1), r = x.numel() / h;
+  const at::Tensor grad = whole(grad_y), sum = whole(grad_sum);
+  at::Tensor grad_x = at::empty(x.sizes(), x.options());
+  at::Tensor grad_weight, partial;
+  if (wants_weight) {
+    grad_weight = at::empty({h}, x.options());
+    partial = at::empty({cuda::rms_norm_partials(r), h}, inverse_r.options());
+  }
+  check_launch("rms_norm backward",
+               cuda_launchers()->rms_norm_backward({.type = kernel_type(x), .r = r, .h = h, .x_rh = pointer(x), .weight_h = pointer(weight_h),
+                                                    .inverse_r = inverse_r.const_data_ptr<float>(), .grad_y_rh = pointer(grad),
+                                                    .grad_sum_rh = pointer(sum), .grad_x_rh = pointer_to_write(grad_x),
+                                                    .grad_weight_h = pointer_to_write(grad_weight),
+                                                    .partial_ph = static_cast<float*>(pointer_to_write(partial))}, stream_of(x)));
+  return {grad_x, grad_weight};
+}
+
 struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& weight_h, double eps) {
+    if (runs_on_kernels(x, weight_h)) {
+      const at::Tensor x_rh = whole(x), weight = whole(weight_h);
+      const NormedRows rows = norm_rows(x_rh, at::Tensor(), weight, eps);
+      context->save_for_backward({x_rh, weight, rows.inverse_r});
+      return rows.y;
+    }
     const at::Tensor x_wide = wide(x);
     const at::Tensor inverse = inverse_rms(x_wide, eps);
     context->save_for_backward({x, weight_h, inverse});
@@ -26,6 +78,10 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
+    if (runs_on_kernels(saved[0], saved[1])) {
+      const auto [grad_x, grad_weight] = norm_rows_backward(gradients[0], at::Tensor(), saved[0], saved[1], saved[2], context->needs_input_grad(1));
+      return {grad_x, grad_weight, at::Tensor()};
+    }
     const RmsNormGradient found =
         rms_norm_backward(wide(gradients[0]), wide(saved[0]), wide(saved[1]), saved[2], context->needs_input_grad(1));
     return {found.x.to(saved[0].scalar_type()),
@@ -36,6 +92,12 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
 struct ResidualRmsNorm : torch::autograd::Function<ResidualRmsNorm> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h,
                                double eps) {
+    if (has_kernels({x, residual}) && runs_on_kernels(x, weight_h)) {
+      const at::Tensor weight = whole(weight_h);
+      const NormedRows rows = norm_rows(whole(x), whole(residual), weight, eps);
+      context->save_for_backward({rows.sum, weight, rows.inverse_r});
+      return {rows.sum, rows.y};
+    }
     const at::Tensor sum = at::add(x, residual);
     const at::Tensor sum_wide = wide(sum);
     const at::Tensor inverse = inverse_rms(sum_wide, eps);
@@ -48,7 +110,10 @@ struct ResidualRmsNorm : torch::autograd::Function<ResidualRmsNorm> {
     const at::ScalarType type = saved[0].scalar_type();
     at::Tensor grad_sum;
     at::Tensor grad_weight;
-    if (gradients[1].defined()) {
+    if (gradients[1].defined() && runs_on_kernels(saved[0], saved[1])) {
+      std::tie(grad_sum, grad_weight) =
+          norm_rows_backward(gradients[1], gradients[0], saved[0], saved[1], saved[2], context->needs_input_grad(2));
+    } else if (gradients[1].defined()) {
       const RmsNormGradient found =
           rms_norm_backward(wide(gradients[1]), wide(saved[0]), wide(saved[1]), saved[2], context->needs_input_grad(2));
       grad_sum = gradients[0].defined() ? at::add(found.x, gradients[0]).to(type) : found.x.to(type);

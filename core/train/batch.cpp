@@ -1,6 +1,8 @@
 #include "core/train/batch.hpp"
 
 #include <ATen/ATen.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
@@ -107,16 +109,18 @@ Batch BatchFields::stack(const std::vector<std::optional<Sample>>& rows, const B
       sizes.push_back(field.what.axis == Axis::tokens ? batch.tokens : batch.slots);
     }
     sizes.insert(sizes.end(), field.trailing.begin(), field.trailing.end());
-    at::Tensor stacked = at::full(sizes, field.what.pad_value, at::TensorOptions().dtype(field.dtype));
+    at::Tensor stacked = at::empty(sizes, at::TensorOptions().dtype(field.dtype).pinned_memory(shape.is_pinned));
     for (size_t row = 0; row < rows.size(); ++row) {
+      at::Tensor target = stacked.select(0, static_cast<int64_t>(row));
       if (!rows[row]) {
+        target.fill_(field.what.pad_value);
         continue;
       }
       const at::Tensor& tensor = rows[row]->tensors.at(field.what.name);
-      at::Tensor target = stacked.select(0, static_cast<int64_t>(row));
       if (field.what.axis != Axis::none) {
         SF_CHECK(tensor.size(0) <= target.size(0), "field '{}' of sample {} has {} entries, the batch holds {}", field.what.name,
                  rows[row]->index, tensor.size(0), target.size(0));
+        target.narrow(0, tensor.size(0), target.size(0) - tensor.size(0)).fill_(field.what.pad_value);
         target = target.narrow(0, 0, tensor.size(0));
       }
       target.copy_(tensor);
@@ -129,7 +133,10 @@ Batch BatchFields::stack(const std::vector<std::optional<Sample>>& rows, const B
 Batch to_device(const Batch& batch, const Description& description, at::Device device, at::ScalarType dtype) {
   Batch moved = batch;
   for (auto& [name, tensor] : moved.tensors) {
-    tensor = tensor.to(device);
+    if (device.is_cuda() && tensor.is_cpu() && !tensor.is_pinned()) {
+      tensor = tensor.pin_memory();
+    }
+    tensor = tensor.to(device, tensor.scalar_type(), /*non_blocking=*/true);
   }
   for (const FeatureRead& read : description.reads) {
     const auto found = moved.tensors.find(read.name);
@@ -138,6 +145,38 @@ Batch to_device(const Batch& batch, const Description& description, at::Device d
     }
   }
   return moved;
+}
+
+DeviceFeed::DeviceFeed(const Description& description, at::Device device, at::ScalarType dtype)
+    : description_(description), device_(device), dtype_(dtype) {
+  if (device.is_cuda()) {
+    copies_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+  }
+}
+
+void DeviceFeed::send(const Batch& batch) {
+  if (!copies_) {
+    sent_.push_back({to_device(batch, description_, device_, dtype_), nullptr});
+    return;
+  }
+  const c10::StreamGuard here(*copies_);
+  Sent sent{to_device(batch, description_, device_, dtype_), std::make_shared<c10::Event>(device_.type())};
+  sent.arrived->record(*copies_);
+  sent_.push_back(std::move(sent));
+}
+
+Batch DeviceFeed::take() {
+  SF_CHECK(!sent_.empty(), "a batch was taken that nobody sent");
+  Sent sent = std::move(sent_.front());
+  sent_.pop_front();
+  if (sent.arrived) {
+    const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    sent.arrived->block(current);
+    for (auto& [name, tensor] : sent.batch.tensors) {
+      tensor.record_stream(current);  // its memory belongs to the copying stream
+    }
+  }
+  return std::move(sent.batch);
 }
 
 }  // namespace sf

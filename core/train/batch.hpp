@@ -3,7 +3,11 @@
 // Shapes: b rows · s padded tokens · w padded block slots
 #pragma once
 
+#include <c10/core/Event.h>
+
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,6 +21,7 @@ struct BatchShape {
   int64_t max_tokens = 2048;             // samples have been cut to this
   bool is_static = false;                // pad to max_tokens, or to the smallest bucket that holds the longest sample; all slots always
   std::vector<int64_t> buckets;          // strictly increasing, at most max_tokens; only with is_static
+  bool is_pinned = false;                // stack into page-locked memory, from which a GPU copies by itself
 
   /// Padded length for a longest sample of `tokens`; throws Error(kData) when none holds it.
   int64_t padded_tokens(int64_t tokens) const;
@@ -47,5 +52,27 @@ class BatchFields {
 
 /// Fields on the training device; floating features get the model's type.
 Batch to_device(const Batch& batch, const Description& description, at::Device device, at::ScalarType dtype);
+
+/// Batches on their way to the training device, first in, first out. On a GPU `send` only enqueues copies, on a stream of their own, so that they run beside a step;
+/// `take` makes the current stream wait for them, not the host. On the CPU nothing is copied.
+class DeviceFeed {
+ public:
+  DeviceFeed(const Description& description, at::Device device, at::ScalarType dtype);
+
+  void send(const Batch& batch);
+  Batch take();
+  bool empty() const { return sent_.empty(); }
+
+ private:
+  struct Sent {
+    Batch batch;
+    std::shared_ptr<c10::Event> arrived;   // null on the CPU
+  };
+  const Description& description_;
+  at::Device device_;
+  at::ScalarType dtype_;
+  std::optional<c10::Stream> copies_;
+  std::deque<Sent> sent_;
+};
 
 }  // namespace sf

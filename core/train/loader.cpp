@@ -150,4 +150,15 @@ Window WindowLoader::next() {
   return window;
 }
 
+std::optional<Window> WindowLoader::try_next() {
+  const std::lock_guard lock(mutex_);
+  if (ready_.empty()) {
+    return std::nullopt;
+  }
+  Window window = std::move(ready_.front());
+  ready_.pop_front();
+  changed_.notify_all();
+  return window;
+}
+
 }  // namespace sf

@@ -72,6 +72,8 @@ class WindowLoader {
   Window next();
   /// Window `number` without samples: what a rank whose data failed runs beside the others. Only after next() has thrown.
   Window dead(int64_t number);
+  /// The next window when it is ready, without waiting.
+  std::optional<Window> try_next();
   double seconds_waited() const { return seconds_waited_; }
   Unusable unusable() const;
 

@@ -217,15 +217,24 @@ class TrainingRun {
       log_info("static shapes: batches are padded to {} tokens and {} block slots", session_->batch_shape.lengths(), session_->description.slots);
     }
 
+    std::optional<Window> upcoming;  // taken early, so that its first batch is on the device when its turn comes
+    const auto take_upcoming = [&]() -> const Window* {
+      if (!upcoming) {
+        upcoming = loader.try_next();
+      }
+      return upcoming ? &*upcoming : nullptr;
+    };
     while (progress_.update < horizon_.windows) {
       const auto window_start = Clock::now();
-      const Window window = next_window(loader);
+      const Window window = upcoming ? std::move(*upcoming) : next_window(loader);
+      upcoming.reset();
       const int64_t update = progress_.update;
       const bool is_last = update + 1 == horizon_.windows;
       const bool will_log = (update + 1) % log_interval == 0 || is_last || update == first_update;
       const StepInfo step{.update = update, .updates_total = horizon_.schedule, .wants_details = will_log};
       const double rate = rate_->at(update);
-      const StepResult result = trainer_->run(window, step, rate, context_.stop_requested && context_.stop_requested());
+      const StepResult result =
+          trainer_->run(window, step, rate, {.wants_stop = context_.stop_requested && context_.stop_requested(), .upcoming = take_upcoming});
       throw_failed_data(result);
       check(result, update);
       if (update == first_update) {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 
 namespace sf {
 
@@ -36,6 +37,9 @@ at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tenso
   SF_CHECK(gradients.size() == shards_.size(), "{} gradients for {} shards", gradients.size(), shards_.size());
   at::NoGradGuard no_grad;
   const at::Tensor ok = at::isfinite(norm).logical_and(at::isfinite(denominator)).logical_and(denominator > 0);
+  if (step_on_kernels(gradients, norm, denominator, learning_rate)) {
+    return ok;
+  }
   const at::Tensor skip = ok.logical_not().to(at::kFloat);
   // The fused kernel divides gradients by a scale: 1 / clip. Never below 1, so a bad norm can't make it overflow before it is skipped.
   const at::Tensor scale = at::nan_to_num(((norm + 1e-6) / options_.max_grad_norm).clamp_min(1.0), 1.0, 1.0);
@@ -75,6 +79,39 @@ at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tenso
     }
   }
   return ok;
+}
+
+// One pass over memory. False when the shards are not on a GPU with kernels.
+bool AdamW::step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator,
+                            double learning_rate) {
+  std::vector<cuda::AdamwTensor> tensors;
+  std::vector<at::Tensor> alive;  // made here, until the launch
+  for (ShardState& state : states_) {
+    const at::Tensor& gradient = gradients[state.shard];
+    if (!gradient.defined() || gradient.numel() == 0) {
+      continue;
+    }
+    at::Tensor& local = shards_[state.shard].local;
+    const bool is_master = state.master.is_same(local);
+    if (!has_kernels({state.master}) || !state.master.is_contiguous() || (!is_master && (local.scalar_type() != at::kBFloat16 || !local.is_contiguous()))) {
+      return false;
+    }
+    alive.push_back(whole(gradient.to(at::kFloat)));
+    tensors.push_back({.count = state.master.numel(), .master = state.master.data_ptr<float>(), .gradient = alive.back().const_data_ptr<float>(),
+                       .exp_avg = state.exp_avg.data_ptr<float>(), .exp_avg_sq = state.exp_avg_sq.data_ptr<float>(),
+                       .steps = state.steps.data_ptr<float>(), .weight = is_master ? nullptr : local.mutable_data_ptr()});
+  }
+  if (tensors.empty()) {
+    return false;
+  }
+  const at::Tensor norm_float = norm.to(at::kFloat), denominator_float = denominator.to(at::kFloat);
+  check_launch("optimizer step",
+               cuda_launchers()->adamw({.tensors = tensors.data(), .tensors_count = static_cast<int64_t>(tensors.size()),
+                                        .norm = norm_float.const_data_ptr<float>(), .denominator = denominator_float.const_data_ptr<float>(),
+                                        .max_norm = options_.max_grad_norm, .learning_rate = learning_rate, .beta1 = options_.beta1, .beta2 = options_.beta2,
+                                        .eps = options_.eps, .weight_decay = options_.weight_decay},
+                                       stream_of(norm_float)));
+  return true;
 }
 
 int64_t AdamW::bytes() const {

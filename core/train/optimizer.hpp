@@ -41,6 +41,8 @@ class AdamW {
   int64_t bytes() const;
 
  private:
+  bool step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate);
+
   std::vector<Shard>& shards_;
   AdamWOptions options_;
   std::vector<ShardState> states_;

@@ -15,6 +15,7 @@
 #include "core/data/target_config.hpp"
 #include "core/data/tokenizer_facts.hpp"
 #include "core/data/weight_folder.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/ops.hpp"
 #include "core/model/target_tables.hpp"
 #include "core/model/tensor_view.hpp"
@@ -121,6 +122,7 @@ at::Device open_device(const std::string& name, const World& world) {
   at::globalContext().lazyInitDevice(at::kCUDA);
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(count == 1 ? 0 : world.local_rank));
   cuda->setDevice(device);
+  open_engine_cuda();
   return device;
 }
 
@@ -157,6 +159,7 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
   session->description = session->algorithm->describe(model_facts(plan));
 
   session->placement.device = open_device(plan.get<std::string>("device"), context.world);
+  session->batch_shape.is_pinned = session->placement.device.is_cuda();
   if (ranks != nullptr && ranks->group != nullptr) {
     ranks->comm = open_comm(*ranks->group, session->placement.device);
     session->ranks = ranks->group.get();

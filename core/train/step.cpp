@@ -19,9 +19,10 @@ at::Tensor window_seeds(const WindowWeights& weights, Pooling pooling) {
 
 Trainer::Trainer(Algorithm& algorithm, const Description& description, Sharding& sharding, TapeRunner& runner, AdamW& optimizer,
                  Placement placement)
-    : algorithm_(algorithm), description_(description), sharding_(sharding), runner_(runner), optimizer_(optimizer), placement_(placement) {}
+    : algorithm_(algorithm), description_(description), sharding_(sharding), runner_(runner), optimizer_(optimizer), placement_(placement),
+      feed_(description, placement.device, placement.dtype) {}
 
-StepResult Trainer::run(const Window& window, const StepInfo& step, double learning_rate, bool wants_stop) {
+StepResult Trainer::run(const Window& window, const StepInfo& step, double learning_rate, const Around& around) {
   SF_CHECK(!window.batches.empty(), "window {} has no micro-step", window.number);
   // One vector, so that one all-reduce tells every rank all of it: D of each micro-step, who has weight, and some counts.
   const int64_t a = static_cast<int64_t>(window.batches.size());
@@ -29,7 +30,7 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   for (const double denominator : window.denominators) {
     told.push_back(denominator > 0 ? 1 : 0);
   }
-  told.insert(told.end(), {wants_stop ? 1.0 : 0.0, static_cast<double>(window.samples), static_cast<double>(window.tokens)});
+  told.insert(told.end(), {around.wants_stop ? 1.0 : 0.0, static_cast<double>(window.samples), static_cast<double>(window.tokens)});
   const at::Tensor pooled = at::tensor(told, at::TensorOptions().dtype(at::kDouble)).to(placement_.device);
   const at::Tensor own_a = placement_.comm != nullptr ? pooled.slice(0, 0, a).clone() : pooled.slice(0, 0, a);
   if (placement_.comm != nullptr) {
@@ -39,11 +40,25 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   const at::Tensor seeds_a = window_seeds({.own_a = own_a, .pooled_a = pooled_a, .live_ranks_a = pooled.slice(0, a, 2 * a)}, description_.pooling);
 
   mark(StepMark::begin);
+  if (fed_window_ != window.number) {
+    while (!feed_.empty()) {
+      (void)feed_.take();
+    }
+    feed_.send(window.batches[0]);
+  }
+  fed_window_ = -1;
   runner_.begin_window(seeds_a[0], step);
   for (int64_t m = 0; m < a; ++m) {
     runner_.begin_micro_step();
     runner_.set_seed(seeds_a[m]);
-    algorithm_.micro_step(runner_, to_device(window.batches[static_cast<size_t>(m)], description_, placement_.device, placement_.dtype));
+    const Batch batch = feed_.take();
+    if (m + 1 < a) {
+      feed_.send(window.batches[static_cast<size_t>(m + 1)]);
+    } else if (const Window* next = around.upcoming ? around.upcoming() : nullptr; next != nullptr && placement_.device.is_cuda()) {
+      feed_.send(next->batches[0]);
+      fed_window_ = next->number;
+    }
+    algorithm_.micro_step(runner_, batch);
     mark(StepMark::forward_done);
     runner_.backward(/*boundary=*/m + 1 == a);
     mark(StepMark::backward_done);

@@ -40,9 +40,17 @@ class Trainer {
   Trainer(Algorithm& algorithm, const Description& description, Sharding& sharding, TapeRunner& runner, AdamW& optimizer,
           Placement placement);
 
+  /// What a window is told of the run around it.
+  struct Around {
+    bool wants_stop = false;                    // this rank was asked to stop; StepResult::stop says whether some rank was
+    /// The window that the next call will get, null while it is not ready: its first batch travels to the device while this window still computes.
+    std::function<const Window*()> upcoming = {};
+  };
+
   /// Forward and backward of every micro-step, reduction, clipping, update. With ranks there is one all-reduce for denominators (and `wants_stop`) when the
   /// window starts, and one for loss and metrics at its end when step.wants_details; otherwise `loss` is this rank's part.
-  StepResult run(const Window& window, const StepInfo& step, double learning_rate, bool wants_stop = false);
+  StepResult run(const Window& window, const StepInfo& step, double learning_rate, const Around& around);
+  StepResult run(const Window& window, const StepInfo& step, double learning_rate) { return run(window, step, learning_rate, Around()); }
   /// Called as the host passes each mark; the device may be behind, so a listener that wants times records events.
   void on_mark(std::function<void(StepMark)> listener) { on_mark_ = std::move(listener); }
 
@@ -59,6 +67,8 @@ class Trainer {
   TapeRunner& runner_;
   AdamW& optimizer_;
   Placement placement_;
+  DeviceFeed feed_;
+  int64_t fed_window_ = -1;   // whose first batch is in the feed
 };
 
 }  // namespace sf

@@ -1,0 +1,94 @@
+// core/kernels/cuda/device.cuh: what every kernel uses: vectors of 16 bytes, sums over a warp or block, launch errors.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/kernels/cuda/launchers.hpp"
+
+namespace sf::cuda {
+
+using bf16 = __nv_bfloat16;
+
+inline Error last_error() {
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+template <class Kernel>
+Error allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes <= 48 * 1024) {
+    return nullptr;
+  }
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+inline bool is_aligned(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15u) == 0; }
+
+template <class... Pointers>
+bool are_aligned(Pointers... pointers) {
+  return (is_aligned(pointers) && ...);
+}
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(bf16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) { return x; }
+template <>
+__device__ inline bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
+
+// N neighbouring elements, moved as one access of N * sizeof(T) bytes (16, or one element).
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vector {
+  T at[N];
+};
+
+template <class T, int N>
+__device__ inline void load(float (&out)[N], const T* from) {
+  const Vector<T, N> v = *reinterpret_cast<const Vector<T, N>*>(from);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    out[i] = to_float(v.at[i]);
+  }
+}
+
+template <class T, int N>
+__device__ inline void store(T* to, const float (&in)[N]) {
+  Vector<T, N> v;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    v.at[i] = from_float<T>(in[i]);
+  }
+  *reinterpret_cast<Vector<T, N>*>(to) = v;
+}
+
+template <int Width = 32>
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = Width / 2; step > 0; step /= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, step);
+  }
+  return x;
+}
+
+// The sum over the block, in every thread. `scratch` holds 32 floats; may be called again at once.
+__device__ inline float block_sum(float x, float* scratch) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = (blockDim.x + 31) / 32;
+  x = warp_sum(x);
+  __syncthreads();
+  if (lane == 0) {
+    scratch[warp] = x;
+  }
+  __syncthreads();
+  return warp_sum(lane < warps ? scratch[lane] : 0.0f);
+}
+
+/// out[c] = sum over p of partial[p, c], rounded once. Defined in row_norm.cu.
+Error sum_partials(Type type, const float* partial_pc, int64_t p, int64_t c, void* out_c, cudaStream_t stream);
+
+}  // namespace sf::cuda

@@ -1,0 +1,24 @@
+// core/kernels/cuda/functions.hpp: the launchers by name, for the table in library.cpp. What each does is said at its arguments in launchers.hpp.
+#pragma once
+
+#include "core/kernels/cuda/launchers.hpp"
+
+namespace sf::cuda {
+
+Error rms_norm_forward(const RmsNormForward&, void* stream);
+Error rms_norm_backward(const RmsNormBackward&, void* stream);
+Error head_norm_rope_forward(const HeadNormRope&, void* stream);
+Error head_norm_rope_backward(const HeadNormRope&, void* stream);
+Error swiglu_forward(const Swiglu&, void* stream);
+Error swiglu_backward(const Swiglu&, void* stream);
+Error grouped_convolution_forward(const GroupedConvolution&, void* stream);
+Error grouped_convolution_backward(const GroupedConvolution&, void* stream);
+Error block_attention_forward(const BlockAttention&, void* stream);
+Error block_attention_backward(const BlockAttention&, void* stream);
+Error head_rows_forward(const HeadRowsForward&, void* stream);
+Error head_rows_backward(const HeadRowsBackward&, void* stream);
+Error segment_sum(const SegmentSum&, void* stream);
+Error adamw(const Adamw&, void* stream);
+Error accumulate_product(const AccumulateProduct&, void* stream);
+
+}  // namespace sf::cuda

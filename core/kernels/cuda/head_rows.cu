@@ -1,0 +1,302 @@
+// Rows of logits: log-sum-exp, arg-max, the k largest and the label's loss in one read; then the gradient written over them in one read and one write.
+//
+// A block takes a row. Each thread keeps its largest element as a 64-bit key (value, then lower column first), so keys are distinct and any order of
+// comparisons gives the same answer. The k largest elements of the row lie with the k threads whose largest are the largest: only those columns are read again.
+#include "core/kernels/cuda/device.cuh"
+
+namespace sf::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kFound = 1024;  // candidates that are ranked at once; more of them (many equal logits) take the slow way
+constexpr int kMostCandidates = static_cast<int>(kHeadCandidates);
+constexpr float kLog2E = 1.4426950408889634f;
+
+using Key = unsigned long long;
+
+__device__ inline Key make_key(float value, int64_t column) {
+  unsigned bits = __float_as_uint(value);
+  bits ^= bits & 0x80000000u ? 0xffffffffu : 0x80000000u;
+  return static_cast<Key>(bits) << 32 | (0xffffffffu - static_cast<unsigned>(column));
+}
+__device__ inline float key_value(Key key) {
+  unsigned bits = static_cast<unsigned>(key >> 32);
+  bits ^= bits & 0x80000000u ? 0x80000000u : 0xffffffffu;
+  return __uint_as_float(bits);
+}
+__device__ inline int64_t key_column(Key key) { return 0xffffffffu - static_cast<unsigned>(key); }
+
+__device__ inline float transform(float logit, float multiplier, float softcap) {
+  const float u = logit * multiplier;
+  return softcap > 0 ? softcap * tanhf(u / softcap) : u;
+}
+// Slope of the transform where it gave u.
+__device__ inline float transform_slope(float u, float multiplier, float softcap) {
+  return softcap > 0 ? multiplier * (1.0f - (u / softcap) * (u / softcap)) : multiplier;
+}
+
+__device__ inline Key block_max(Key key, Key* scratch) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const Key other = __shfl_xor_sync(0xffffffffu, key, step);
+    key = other > key ? other : key;
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    scratch[threadIdx.x / 32] = key;
+  }
+  __syncthreads();
+  Key most = 0;
+  for (int i = 0; i < kThreads / 32; ++i) {
+    most = scratch[i] > most ? scratch[i] : most;
+  }
+  return most;
+}
+
+struct Shared {
+  Key keys[kThreads], found[kFound], scratch[kThreads / 32];
+  float sums[32];
+  int owners[kMostCandidates];
+  int owners_count, found_count;
+  Key threshold;
+};
+
+// Calls body(column, value) for the columns of all owners, shared out over the block.
+template <class T, int N, class Body>
+__device__ void each_owned(const Shared& shared, const HeadRowsForward& a, const T* row, Body&& body) {
+  const int rounds = static_cast<int>((a.v + kThreads * N - 1) / (kThreads * N));
+  for (int i = threadIdx.x; i < shared.owners_count * rounds; i += kThreads) {
+    const int64_t c = (static_cast<int64_t>(i % rounds) * kThreads + shared.owners[i / rounds]) * N;
+    if (c < a.v) {
+      float x[N];
+      load(x, row + c);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        body(c + n, transform(x[n], a.multiplier, a.softcap));
+      }
+    }
+  }
+}
+
+template <class T, int N>
+__device__ void find_top(Shared& shared, const HeadRowsForward& a, const T* row, Key own) {
+  const int k = static_cast<int>(a.k);
+  float* values = a.top_values_rk + static_cast<int64_t>(blockIdx.x) * k;
+  int64_t* ids = a.top_ids_rk + static_cast<int64_t>(blockIdx.x) * k;
+  shared.keys[threadIdx.x] = own;
+  if (threadIdx.x == 0) {
+    shared.owners_count = 0;
+    shared.found_count = 0;
+    shared.threshold = 1;
+  }
+  __syncthreads();
+  int rank = 0;
+  for (int i = 0; i < kThreads; ++i) {
+    rank += shared.keys[i] > own;
+  }
+  if (own != 0 && rank < k) {
+    shared.owners[rank] = threadIdx.x;  // ranks are distinct and without a gap
+    atomicAdd(&shared.owners_count, 1);
+    if (rank == k - 1) {
+      shared.threshold = own;
+    }
+  }
+  __syncthreads();
+  const Key threshold = shared.threshold;
+  each_owned<T, N>(shared, a, row, [&](int64_t column, float value) {
+    const Key key = make_key(value, column);
+    if (key >= threshold && value == value) {
+      const int place = atomicAdd(&shared.found_count, 1);
+      if (place < kFound) {
+        shared.found[place] = key;
+      }
+    }
+  });
+  __syncthreads();
+  const int count = shared.found_count;
+  if (count <= kFound) {
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      const Key key = shared.found[i];
+      int place = 0;
+      for (int other = 0; other < count; ++other) {
+        place += shared.found[other] > key;
+      }
+      if (place < k) {
+        values[place] = key_value(key);
+        ids[place] = key_column(key);
+      }
+    }
+    for (int i = count + threadIdx.x; i < k; i += kThreads) {  // a row with NaN: its loss is NaN anyway
+      values[i] = __int_as_float(0x7fffffff);
+      ids[i] = 0;
+    }
+    return;
+  }
+  Key last = ~0ull;
+  for (int i = 0; i < k; ++i) {
+    Key best = 0;
+    each_owned<T, N>(shared, a, row, [&](int64_t column, float value) {
+      const Key key = make_key(value, column);
+      if (value == value && key < last && key > best) {
+        best = key;
+      }
+    });
+    last = block_max(best, shared.scratch);
+    if (threadIdx.x == 0) {
+      values[i] = key_value(last);
+      ids[i] = key_column(last);
+    }
+  }
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
+  __shared__ Shared shared;
+  const T* row = static_cast<const T*>(a.logits_rv) + static_cast<int64_t>(blockIdx.x) * a.v;
+  constexpr int kAtOnce = 4;  // vectors in flight
+  float most = -INFINITY, sum = 0;
+  int64_t most_column = 0;
+  for (int64_t begin = static_cast<int64_t>(threadIdx.x) * N; begin < a.v; begin += static_cast<int64_t>(kThreads) * N * kAtOnce) {
+    float x[kAtOnce][N];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
+      if (c < a.v) {
+        load(x[i], row + c);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
+      if (c < a.v) {
+        const float before = most;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          x[i][n] = transform(x[i][n], a.multiplier, a.softcap);
+          if (x[i][n] > most) {
+            most = x[i][n];
+            most_column = c + n;
+          }
+        }
+        if (most != before) {
+          sum *= exp2f((before - most) * kLog2E);  // 0 the first time
+        }
+        const float base = most == -INFINITY ? 0.0f : most;
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          sum += exp2f((x[i][n] - base) * kLog2E);
+        }
+      }
+    }
+  }
+  const Key own = most == -INFINITY ? 0 : make_key(most, most_column);
+  const Key largest = block_max(own, shared.scratch);
+  const float top = largest == 0 ? 0.0f : key_value(largest);
+  const float total = block_sum(own == 0 ? sum : sum * exp2f((most - top) * kLog2E), shared.sums);
+  const float log_sum_exp = top + logf(total);
+  if (threadIdx.x == 0) {
+    const float nll = log_sum_exp - transform(to_float(row[a.labels_r[blockIdx.x]]), a.multiplier, a.softcap);
+    a.log_sum_exp_r[blockIdx.x] = log_sum_exp;
+    a.nll_r[blockIdx.x] = nll < 0 ? 0 : nll;  // NaN stays
+    a.argmax_r[blockIdx.x] = largest == 0 ? 0 : key_column(largest);
+    a.max_probability_r[blockIdx.x] = 1.0f / total;
+    if (a.wanted_r != nullptr) {
+      a.wanted_values_r[blockIdx.x] = transform(to_float(row[a.wanted_r[blockIdx.x]]), a.multiplier, a.softcap);
+    }
+  }
+  if (a.k > 0) {
+    find_top<T, N>(shared, a, row, own);
+  }
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) {
+  const int64_t r = blockIdx.x;
+  T* row = static_cast<T*>(a.logits_rv) + r * a.v;
+  const float factor = a.grad_nll_r == nullptr ? 0.0f : a.grad_nll_r[r];
+  const float log_sum_exp = a.log_sum_exp_r[r];
+  const int k = static_cast<int>(a.k), t = threadIdx.x;
+  const int64_t label = a.labels_r[r];
+
+  // Columns with more than the softmax: candidates, and the label unless it is one of them. Formed before the row is overwritten.
+  int64_t special = -1;
+  float special_gradient = 0;
+  if (t <= k) {
+    special = t < k ? a.ids_rk[r * k + t] : label;
+    float add = t < k ? a.grad_values_rk[r * k + t] : 0.0f;
+    if (special == label) {
+      add -= factor;
+    }
+    for (int i = 0; t == k && i < k; ++i) {
+      if (a.ids_rk[r * k + i] == label) {
+        special = -1;
+      }
+    }
+    if (special >= 0) {
+      const float u = transform(to_float(row[special]), a.multiplier, a.softcap);
+      special_gradient = (factor * exp2f((u - log_sum_exp) * kLog2E) + add) * transform_slope(u, a.multiplier, a.softcap);
+    }
+  }
+  __syncthreads();
+  constexpr int kAtOnce = 4;
+  for (int64_t begin = static_cast<int64_t>(t) * N; begin < a.v; begin += static_cast<int64_t>(kThreads) * N * kAtOnce) {
+    float x[kAtOnce][N];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
+      if (c < a.v) {
+        load(x[i], row + c);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
+      if (c < a.v) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          const float u = transform(x[i][n], a.multiplier, a.softcap);
+          x[i][n] = factor * exp2f((u - log_sum_exp) * kLog2E) * transform_slope(u, a.multiplier, a.softcap);
+        }
+        store(row + c, x[i]);
+      }
+    }
+  }
+  __syncthreads();
+  if (special >= 0) {
+    row[special] = from_float<T>(special_gradient);
+  }
+}
+
+template <class T, int N>
+Error forward(const HeadRowsForward& a, cudaStream_t stream) {
+  forward_kernel<T, N><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  return last_error();
+}
+
+template <class T, int N>
+Error backward(const HeadRowsBackward& a, cudaStream_t stream) {
+  backward_kernel<T, N><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  return last_error();
+}
+
+}  // namespace
+
+Error head_rows_forward(const HeadRowsForward& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const bool aligned = is_aligned(a.logits_rv);
+  if (a.type == Type::bfloat16) {
+    return aligned && a.v % 8 == 0 ? forward<bf16, 8>(a, on) : forward<bf16, 1>(a, on);
+  }
+  return aligned && a.v % 4 == 0 ? forward<float, 4>(a, on) : forward<float, 1>(a, on);
+}
+
+Error head_rows_backward(const HeadRowsBackward& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const bool aligned = is_aligned(a.logits_rv);
+  if (a.type == Type::bfloat16) {
+    return aligned && a.v % 8 == 0 ? backward<bf16, 8>(a, on) : backward<bf16, 1>(a, on);
+  }
+  return aligned && a.v % 4 == 0 ? backward<float, 4>(a, on) : backward<float, 1>(a, on);
+}
+
+}  // namespace sf::cuda

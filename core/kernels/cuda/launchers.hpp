@@ -1,0 +1,216 @@
+// core/kernels/cuda/launchers.hpp: what libsf_engine_cuda.so offers to the operations of core/kernels: a table of launchers over raw pointers.
+//
+// No CUDA header, no LibTorch here. All pointers are device memory, contiguous unless a stride says otherwise, of the type that `type` names ("T" below);
+// statistics and sums are float32. Launchers only enqueue on `stream`: they never wait, and they allocate nothing; workspace comes from the caller. Each
+// returns null, or CUDA's text for what went wrong. Sums are made in an order that depends on shapes alone, so the same inputs give the same bits.
+//
+// Shapes: r rows · h hidden · b batch · s context tokens · q draft rows · j rows of a block · n query heads · m key/value heads · g = n/m · e head size ·
+//         f rotated pairs · t taps · c channel groups · v vocabulary · k candidates · p partial sums
+#pragma once
+
+#include <cstdint>
+
+namespace sf::cuda {
+
+enum class Type : int32_t { float32, bfloat16 };
+
+using Error = const char*;
+
+struct RmsNormForward {
+  Type type;
+  int64_t r, h;
+  double eps;
+  const void* x_rh;
+  const void* residual_rh;   // null: plain norm
+  const void* weight_h;
+  void* sum_rh;              // x + residual; unused without residual
+  void* y_rh;
+  float* inverse_r;          // 1 / sqrt(mean(x^2) + eps)
+};
+
+struct RmsNormBackward {
+  Type type;
+  int64_t r, h;
+  const void* x_rh;          // what was normed
+  const void* weight_h;
+  const float* inverse_r;
+  const void* grad_y_rh;
+  const void* grad_sum_rh;   // null, or added to the result
+  void* grad_x_rh;
+  void* grad_weight_h;       // null: not wanted
+  float* partial_ph;         // workspace, p = rms_norm_partials(r), when the weight's gradient is wanted
+};
+
+struct HeadNormRope {
+  Type type;
+  int64_t rows, heads, e, f; // rows = b*q; f even, e even and at most 256
+  int64_t angle_rows;        // rows of the angles: rows, or q when one set serves the whole batch
+  double eps;
+  const void* x_rne;
+  const void* weight_e;      // null: no norm
+  const float* cos_rf;
+  const float* sin_rf;
+  void* y_rne;
+  float* inverse_rn;         // written by forward, read by backward; unused without a weight
+  const void* grad_y_rne;    // backward only, as all below
+  void* grad_x_rne;
+  void* grad_weight_e;       // null: not wanted
+  float* partial_pe;         // workspace, p = head_norm_partials(rows)
+};
+
+struct Swiglu {
+  Type type;
+  int64_t count;
+  const void* gate;
+  const void* up;
+  void* y;
+  const void* grad_y;        // backward only
+  void* grad_gate;
+  void* grad_up;
+};
+
+struct GroupedConvolution {
+  Type type;
+  int64_t rows, h, taps, groups, block_size;  // rows = b*q
+  int64_t delta_row_stride;                   // elements from a row's coefficients [t, c] to the next row's
+  const void* x_rh;
+  const void* delta_rtc;
+  const void* base_th;
+  void* y_rh;
+  const void* grad_y_rh;     // backward only
+  void* grad_x_rh;
+  void* grad_delta_rtc;      // contiguous
+  void* grad_base_th;
+  float* partial_pth;        // workspace, p = convolution_partials(rows / block_size)
+};
+
+/// Block attention (sf/ops.hpp). bfloat16 alone; e is 64 or 128. A "flat row" of a key/value head is (draft row, query head of the group): row * g + head.
+struct BlockAttention {
+  int64_t b, s, w, j, n, m, e;
+  int64_t q;                   // w * j
+  int64_t window_tokens;
+  bool causal;
+  float scale;
+  const void* query_bqne;
+  const void* context_key_bsme;
+  const void* context_value_bsme;
+  const void* block_key_bqme;
+  const void* block_value_bqme;
+  const int64_t* anchors_bw;
+  const bool* keep_bw;
+  void* out_bqne;
+  float* log_sum_exp_bmr;      // r = q*g flat rows, in units of log2
+  int32_t* bounds_bq4;         // per row: context keys [0], [1] and own keys [2], [3], each a half-open range; written by forward
+  const void* grad_out_bqne;   // backward only, as all below
+  float* along_bmr;            // workspace: sum over e of out * grad_out
+  int32_t* tiles_bt4;          // workspace, t = ceil(q*g / 64): of the rows of a tile the least low and largest high end, the largest low and least high end
+  float* partial_key;          // workspace, [splits, b, s, m, e], splits = attention_splits()
+  float* partial_value;
+  void* grad_query_bqne;
+  void* grad_context_key_bsme;
+  void* grad_context_value_bsme;
+  void* grad_block_key_bqme;
+  void* grad_block_value_bqme;
+};
+
+/// What a loss needs of each row of logits (one read of them).
+struct HeadRowsForward {
+  Type type;
+  int64_t r, v, k;             // k at most 32
+  float multiplier, softcap;   // u = softcap * tanh(multiplier * logit / softcap); softcap 0: u = multiplier * logit
+  const void* logits_rv;
+  const int64_t* labels_r;
+  const int64_t* wanted_r;     // null, or tokens whose value is asked for
+  float* log_sum_exp_r;
+  float* nll_r;                // log_sum_exp - u[label], at least 0
+  int64_t* argmax_r;           // lowest token among equals
+  float* max_probability_r;    // of that token
+  float* top_values_rk;        // descending, lower tokens first among equals
+  int64_t* top_ids_rk;
+  float* wanted_values_r;
+};
+
+/// Writes over the logits the gradient of the loss with respect to them: d/d nll * (softmax - [label]) + d/d candidates, through softcap and multiplier.
+struct HeadRowsBackward {
+  Type type;
+  int64_t r, v, k;             // k at most 32; 0: no gradient from candidates
+  float multiplier, softcap;
+  void* logits_rv;
+  const int64_t* labels_r;
+  const float* log_sum_exp_r;
+  const float* grad_nll_r;     // null: zero
+  const int64_t* ids_rk;
+  const float* grad_values_rk;
+};
+
+/// table[ids[i]] += rows[order[i]] for ids sorted in ascending order, a run of equal ids summed in order.
+struct SegmentSum {
+  Type row_type;
+  int64_t count, x;
+  const int64_t* sorted_ids;
+  const int64_t* order;
+  const void* rows;            // [count, x] of row_type
+  float* table_vx;
+  float* partial;              // workspace, [ceil(count / 64), 2, x]
+};
+
+/// One update of AdamW over a list of tensors, and nothing when `ok` is false.
+struct AdamwTensor {
+  int64_t count;
+  float* master;               // float32
+  const float* gradient;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* steps;                // scalar, counts this update
+  void* weight;                // bfloat16 copy of the master, or null
+};
+
+struct Adamw {
+  const AdamwTensor* tensors;  // host memory, copied when called
+  int64_t tensors_count;
+  const float* norm;           // scalars on the device
+  const float* denominator;
+  double max_norm, learning_rate, beta1, beta2, eps, weight_decay;
+};
+
+/// c_mn += a_km^T b_kn in one product with float32 sums: a, b bfloat16, c float32, all row-major.
+struct AccumulateProduct {
+  int64_t m, n, k;
+  const void* a_km;
+  const void* b_kn;
+  float* c_mn;
+  void* workspace;
+  int64_t workspace_bytes;
+};
+
+struct Launchers {
+  Error (*rms_norm_forward)(const RmsNormForward&, void* stream);
+  Error (*rms_norm_backward)(const RmsNormBackward&, void* stream);
+  Error (*head_norm_rope_forward)(const HeadNormRope&, void* stream);
+  Error (*head_norm_rope_backward)(const HeadNormRope&, void* stream);
+  Error (*swiglu_forward)(const Swiglu&, void* stream);
+  Error (*swiglu_backward)(const Swiglu&, void* stream);
+  Error (*grouped_convolution_forward)(const GroupedConvolution&, void* stream);
+  Error (*grouped_convolution_backward)(const GroupedConvolution&, void* stream);
+  Error (*block_attention_forward)(const BlockAttention&, void* stream);
+  Error (*block_attention_backward)(const BlockAttention&, void* stream);
+  Error (*head_rows_forward)(const HeadRowsForward&, void* stream);
+  Error (*head_rows_backward)(const HeadRowsBackward&, void* stream);
+  Error (*segment_sum)(const SegmentSum&, void* stream);
+  Error (*adamw)(const Adamw&, void* stream);
+  Error (*accumulate_product)(const AccumulateProduct&, void* stream);
+};
+
+// Rows of the workspaces above: numbers of partial sums, from shapes alone.
+constexpr int64_t rms_norm_partials(int64_t r) { return r < 264 ? r : 264; }
+constexpr int64_t head_norm_partials(int64_t rows) { return rows < 1056 ? rows : 1056; }
+constexpr int64_t convolution_partials(int64_t blocks) { return blocks < 264 ? blocks : 264; }
+constexpr int64_t attention_splits() { return 2; }
+constexpr int64_t kSegmentRows = 64;
+constexpr int64_t kHeadCandidates = 32;
+constexpr int64_t kConvolutionTaps = 4;
+
+}  // namespace sf::cuda
+
+/// The table; null when the library was built without nvcc.
+extern "C" const sf::cuda::Launchers* sf_cuda_launchers_v1();

@@ -1,0 +1,27 @@
+#include "core/kernels/cuda/functions.hpp"
+
+extern "C" __attribute__((visibility("default"))) const sf::cuda::Launchers* sf_cuda_launchers_v1() {
+#ifdef SF_WITH_KERNELS
+  using namespace sf::cuda;
+  static const Launchers launchers = {
+      .rms_norm_forward = rms_norm_forward,
+      .rms_norm_backward = rms_norm_backward,
+      .head_norm_rope_forward = head_norm_rope_forward,
+      .head_norm_rope_backward = head_norm_rope_backward,
+      .swiglu_forward = swiglu_forward,
+      .swiglu_backward = swiglu_backward,
+      .grouped_convolution_forward = grouped_convolution_forward,
+      .grouped_convolution_backward = grouped_convolution_backward,
+      .block_attention_forward = block_attention_forward,
+      .block_attention_backward = block_attention_backward,
+      .head_rows_forward = head_rows_forward,
+      .head_rows_backward = head_rows_backward,
+      .segment_sum = segment_sum,
+      .adamw = adamw,
+      .accumulate_product = accumulate_product,
+  };
+  return &launchers;
+#else
+  return nullptr;
+#endif
+}

@@ -1,0 +1,210 @@
+// RMS norm of rows, alone or after a residual sum. Forward reads and writes each row once (the second look at a row hits the cache); backward reads
+// row and gradient once. The weight's gradient is summed per block in shared memory, then over blocks.
+#include "core/kernels/cuda/device.cuh"
+
+namespace sf::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x;
+  const T* x = static_cast<const T*>(a.x_rh) + row * a.h;
+  const T* residual = static_cast<const T*>(a.residual_rh);
+  T* y = static_cast<T*>(a.y_rh) + row * a.h;
+  const T* source = x;
+  if (residual != nullptr) {
+    residual += row * a.h;
+    source = static_cast<T*>(a.sum_rh) + row * a.h;
+  }
+  float squares = 0;
+  for (int64_t c = threadIdx.x * N; c < a.h; c += blockDim.x * N) {
+    float v[N];
+    load(v, x + c);
+    if (residual != nullptr) {
+      float w[N];
+      load(w, residual + c);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        v[i] = to_float(from_float<T>(v[i] + w[i]));
+      }
+      store(static_cast<T*>(a.sum_rh) + row * a.h + c, v);
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      squares += v[i] * v[i];
+    }
+  }
+  const float inverse = rsqrtf(block_sum(squares, scratch) / static_cast<float>(a.h) + static_cast<float>(a.eps));
+  if (threadIdx.x == 0) {
+    a.inverse_r[row] = inverse;
+  }
+  for (int64_t c = threadIdx.x * N; c < a.h; c += blockDim.x * N) {
+    float v[N], w[N];
+    load(v, source + c);
+    load(w, static_cast<const T*>(a.weight_h) + c);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] = v[i] * inverse * w[i];
+    }
+    store(y + c, v);
+  }
+}
+
+// gradient of w * x * inverse: with u = x * inverse, (g w - u mean(g w u)) * inverse.
+template <class T, int N, bool kWeight>
+__global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
+  extern __shared__ float sums[];  // [N * ceil(h / (threads * N)), threads]: each thread's own columns
+  __shared__ float scratch[32];
+  const int rounds = static_cast<int>((a.h + blockDim.x * N - 1) / (blockDim.x * N));
+  if (kWeight) {
+    for (int i = 0; i < rounds * N; ++i) {
+      sums[i * blockDim.x + threadIdx.x] = 0;
+    }
+  }
+  const T* weight = static_cast<const T*>(a.weight_h);
+  for (int64_t row = blockIdx.x; row < a.r; row += gridDim.x) {
+    const T* x = static_cast<const T*>(a.x_rh) + row * a.h;
+    const T* g = static_cast<const T*>(a.grad_y_rh) + row * a.h;
+    const float inverse = a.inverse_r[row];
+    float along = 0;
+    for (int k = 0; k < rounds; ++k) {
+      const int64_t c = (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N;
+      if (c < a.h) {
+        float vx[N], vg[N], vw[N];
+        load(vx, x + c);
+        load(vg, g + c);
+        load(vw, weight + c);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          const float unit = vx[i] * inverse;
+          along += vg[i] * vw[i] * unit;
+          if (kWeight) {
+            sums[(k * N + i) * blockDim.x + threadIdx.x] += vg[i] * unit;
+          }
+        }
+      }
+    }
+    along = block_sum(along, scratch) / static_cast<float>(a.h);
+    for (int k = 0; k < rounds; ++k) {
+      const int64_t c = (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N;
+      if (c < a.h) {
+        float vx[N], vg[N], vw[N];
+        load(vx, x + c);
+        load(vg, g + c);
+        load(vw, weight + c);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          vg[i] = (vg[i] * vw[i] - vx[i] * inverse * along) * inverse;
+        }
+        if (a.grad_sum_rh != nullptr) {
+          load(vw, static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            vg[i] += vw[i];
+          }
+        }
+        store(static_cast<T*>(a.grad_x_rh) + row * a.h + c, vg);
+      }
+    }
+  }
+  if (kWeight) {
+    float* partial = a.partial_ph + static_cast<int64_t>(blockIdx.x) * a.h;
+    for (int k = 0; k < rounds; ++k) {
+      const int64_t c = (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N;
+      if (c < a.h) {
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          partial[c + i] = sums[(k * N + i) * blockDim.x + threadIdx.x];
+        }
+      }
+    }
+  }
+}
+
+// 32 columns and 8 partial rows at a time; the eight are added in order at the end.
+template <class T>
+__global__ void sum_partials_kernel(const float* partial_pc, int64_t p, int64_t c, T* out_c) {
+  __shared__ float parts[8][33];
+  const int64_t column = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+  float sum = 0;
+  if (column < c) {
+    for (int64_t i = threadIdx.y; i < p; i += 8) {
+      sum += partial_pc[i * c + column];
+    }
+  }
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && column < c) {
+    float total = 0;
+    for (int i = 0; i < 8; ++i) {
+      total += parts[i][threadIdx.x];
+    }
+    out_c[column] = from_float<T>(total);
+  }
+}
+
+int threads_for(int64_t h, int n) {
+  const int64_t wanted = ((h + n - 1) / n + 31) / 32 * 32;
+  return static_cast<int>(wanted < kThreads ? wanted : kThreads);
+}
+
+template <class T, int N>
+Error forward(const RmsNormForward& a, cudaStream_t stream) {
+  forward_kernel<T, N><<<static_cast<unsigned>(a.r), threads_for(a.h, N), 0, stream>>>(a);
+  return last_error();
+}
+
+template <class T, int N>
+Error backward(const RmsNormBackward& a, cudaStream_t stream) {
+  const int threads = threads_for(a.h, N);
+  const auto grid = static_cast<unsigned>(rms_norm_partials(a.r));
+  if (a.grad_weight_h == nullptr) {
+    backward_kernel<T, N, false><<<static_cast<unsigned>(a.r), threads, 0, stream>>>(a);
+    return last_error();
+  }
+  const size_t bytes = static_cast<size_t>((a.h + threads * N - 1) / (threads * N)) * N * threads * sizeof(float);
+  if (Error error = allow_shared(backward_kernel<T, N, true>, bytes)) {
+    return error;
+  }
+  backward_kernel<T, N, true><<<grid, threads, bytes, stream>>>(a);
+  if (Error error = last_error()) {
+    return error;
+  }
+  return sum_partials(a.type, a.partial_ph, grid, a.h, a.grad_weight_h, stream);
+}
+
+}  // namespace
+
+Error sum_partials(Type type, const float* partial_pc, int64_t p, int64_t c, void* out_c, cudaStream_t stream) {
+  const dim3 threads(32, 8);
+  const auto grid = static_cast<unsigned>((c + 31) / 32);
+  if (type == Type::bfloat16) {
+    sum_partials_kernel<<<grid, threads, 0, stream>>>(partial_pc, p, c, static_cast<bf16*>(out_c));
+  } else {
+    sum_partials_kernel<<<grid, threads, 0, stream>>>(partial_pc, p, c, static_cast<float*>(out_c));
+  }
+  return last_error();
+}
+
+Error rms_norm_forward(const RmsNormForward& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const bool aligned = are_aligned(a.x_rh, a.residual_rh, a.weight_h, a.sum_rh, a.y_rh);
+  if (a.type == Type::bfloat16) {
+    return aligned && a.h % 8 == 0 ? forward<bf16, 8>(a, on) : forward<bf16, 1>(a, on);
+  }
+  return aligned && a.h % 4 == 0 ? forward<float, 4>(a, on) : forward<float, 1>(a, on);
+}
+
+Error rms_norm_backward(const RmsNormBackward& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const bool aligned = are_aligned(a.x_rh, a.weight_h, a.grad_y_rh, a.grad_sum_rh, a.grad_x_rh);
+  if (a.type == Type::bfloat16) {
+    return aligned && a.h % 8 == 0 ? backward<bf16, 8>(a, on) : backward<bf16, 1>(a, on);
+  }
+  return aligned && a.h % 4 == 0 ? backward<float, 4>(a, on) : backward<float, 1>(a, on);
+}
+
+}  // namespace sf::cuda
