@@ -32,7 +32,7 @@ bool is_plain(const HeadObjective& objective) { return objective.logit_multiplie
 
 // One kernel for what is read off the logits, one that writes the gradient over them: nothing wide of the chunk's size is made.
 bool runs_on_kernels(const HeadObjective& objective) {
-  if (!has_kernels({objective.hidden_rh, objective.head_vh}) || objective.teacher_states_nh.defined()) {
+  if (!has_kernels({objective.hidden_rh, objective.head_vh})) {
     return false;
   }
   if (objective.top_k > cuda::kHeadCandidates) {
@@ -71,6 +71,9 @@ struct Buffers {
   Buffers(const HeadObjective& objective, int64_t chunk_rows) {
     const int64_t v = objective.head_vh.size(0);
     logits = at::empty({chunk_rows, v}, objective.hidden_rh.options().requires_grad(false));
+    if (objective.teacher_states_nh.defined()) {
+      teacher_logits = at::empty({objective.teacher_places_mt.size(1), v}, logits.options());
+    }
     if (runs_on_kernels(objective)) {
       return;
     }
@@ -78,9 +81,8 @@ struct Buffers {
     const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu();
     exponentials = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
     if (objective.teacher_states_nh.defined()) {
-      const int64_t t = objective.teacher_places_mt.size(1);
-      teacher_logits = at::empty({t, v}, logits.options());
-      teacher_probabilities = type == logits.scalar_type() && logits.is_cpu() ? teacher_logits : at::empty({t, v}, logits.options().dtype(type));
+      teacher_probabilities =
+          type == logits.scalar_type() && logits.is_cpu() ? teacher_logits : at::empty(teacher_logits.sizes(), logits.options().dtype(type));
     }
   }
 };
@@ -111,8 +113,12 @@ class ChunkPass {
     rows.hidden_rh = hidden;
     if (runs_on_kernels(objective_)) {
       look_at_rows(logits, rows);
+      TeacherRows teacher;
+      if (objective_.teacher_states_nh.defined()) {
+        teacher = look_at_teacher(logits, buffers.teacher_logits, begin / std::min(objective_.chunk_rows, objective_.hidden_rh.size(0)), rows);
+      }
       look_up_candidates(rows);
-      return wants_gradient_ ? differentiate_rows(rows, logits, gradients) : loss_(rows).detach();
+      return wants_gradient_ ? differentiate_rows(rows, logits, teacher, gradients) : loss_(rows).detach();
     }
     const at::Tensor u = transform(logits, objective_);
     const at::Tensor label = objective_.labels_r.narrow(0, begin, end - begin).unsqueeze(1);
@@ -201,6 +207,41 @@ class ChunkPass {
     if (k > 0) {
       include(wanted.defined() ? wanted.unsqueeze(1) : wanted, wanted_values.defined() ? wanted_values.unsqueeze(1) : wanted_values, rows);
     }
+  }
+
+  // A chunk's states of the teacher as logits, and what the kernels need of them.
+  struct TeacherRows {
+    at::Tensor logits_tv, log_sum_exp_t, index_r, tilt_r;
+  };
+
+  TeacherRows look_at_teacher(const at::Tensor& logits, at::Tensor& teacher_logits, int64_t chunk, HeadRows& rows) const {
+    const at::Tensor states = objective_.teacher_states_nh.detach().index_select(0, objective_.teacher_places_mt.select(0, chunk));
+    at::mm_out(teacher_logits, states, objective_.head_vh.detach().t());
+    const int64_t t = states.size(0), r = logits.size(0);
+    const auto floats = logits.options().dtype(at::kFloat), integers = logits.options().dtype(at::kLong);
+    const at::Tensor unused_label = at::zeros({t}, integers), unused_nll = at::empty({t}, floats), argmax = at::empty({t}, integers),
+                     max_probability = at::empty({t}, floats);
+    TeacherRows teacher{teacher_logits, at::empty({t}, floats), whole(objective_.teacher_index_r.narrow(0, rows.row_begin, r)), at::empty({r}, floats)};
+    check_launch("head_objective, teacher",
+                 cuda_launchers()->head_rows_forward({.type = kernel_type(logits), .r = t, .v = logits.size(1), .k = 0, .multiplier = 1, .softcap = 0,
+                                                      .logits_rv = pointer(teacher_logits), .labels_r = unused_label.const_data_ptr<int64_t>(),
+                                                      .wanted_r = nullptr, .log_sum_exp_r = teacher.log_sum_exp_t.data_ptr<float>(),
+                                                      .nll_r = unused_nll.data_ptr<float>(), .argmax_r = argmax.data_ptr<int64_t>(),
+                                                      .max_probability_r = max_probability.data_ptr<float>(), .top_values_rk = nullptr,
+                                                      .top_ids_rk = nullptr, .wanted_values_r = nullptr}, stream_of(logits)));
+    rows.distance_r = at::empty({r}, floats);
+    rows.teacher_argmax_r = argmax.index_select(0, teacher.index_r);
+    rows.teacher_probability_r = max_probability.index_select(0, teacher.index_r);
+    check_launch("head_objective, distance to the teacher",
+                 cuda_launchers()->head_distance({.type = kernel_type(logits), .r = r, .v = logits.size(1),
+                                                  .multiplier = static_cast<float>(objective_.logit_multiplier),
+                                                  .softcap = static_cast<float>(std::max(0.0, objective_.softcap)), .logits_rv = pointer(logits),
+                                                  .log_sum_exp_r = rows.log_sum_exp_r.const_data_ptr<float>(), .teacher_tv = pointer(teacher_logits),
+                                                  .teacher_log_sum_exp_t = teacher.log_sum_exp_t.const_data_ptr<float>(),
+                                                  .teacher_index_r = teacher.index_r.const_data_ptr<int64_t>(),
+                                                  .distance_r = rows.distance_r.data_ptr<float>(), .tilt_r = teacher.tilt_r.data_ptr<float>()},
+                                                 stream_of(logits)));
+    return teacher;
   }
 
   // Notes the strict last candidate, and lets a wanted token that is not among the candidates take its place. wanted [r, 1] or undefined.
@@ -309,11 +350,12 @@ class ChunkPass {
     return loss.value;
   }
 
-  at::Tensor differentiate_rows(HeadRows& rows, at::Tensor& logits, ChunkGradients& gradients) const {
+  at::Tensor differentiate_rows(HeadRows& rows, at::Tensor& logits, const TeacherRows& teacher, ChunkGradients& gradients) const {
     const Differentiated loss = differentiate_loss(rows, gradients);
     const int64_t r = logits.size(0);
     const at::Tensor label = whole(objective_.labels_r.narrow(0, rows.row_begin, r));
     const at::Tensor grad_nll = whole(loss.grad_nll), grad_top = whole(loss.grad_top), ids = whole(rows.top_ids_rk);
+    const at::Tensor grad_distance = whole(loss.grad_distance);
     check_launch("head_objective backward",
                  cuda_launchers()->head_rows_backward({.type = kernel_type(logits), .r = r, .v = logits.size(1),
                                                        .k = grad_top.defined() ? objective_.top_k : 0,
@@ -323,7 +365,12 @@ class ChunkPass {
                                                        .log_sum_exp_r = rows.log_sum_exp_r.const_data_ptr<float>(),
                                                        .grad_nll_r = static_cast<const float*>(pointer(grad_nll)),
                                                        .ids_rk = static_cast<const int64_t*>(pointer(ids)),
-                                                       .grad_values_rk = static_cast<const float*>(pointer(grad_top))},
+                                                       .grad_values_rk = static_cast<const float*>(pointer(grad_top)),
+                                                       .grad_distance_r = static_cast<const float*>(pointer(grad_distance)),
+                                                       .tilt_r = static_cast<const float*>(pointer(teacher.tilt_r)),
+                                                       .teacher_tv = pointer(teacher.logits_tv),
+                                                       .teacher_log_sum_exp_t = static_cast<const float*>(pointer(teacher.log_sum_exp_t)),
+                                                       .teacher_index_r = static_cast<const int64_t*>(pointer(teacher.index_r))},
                                                       stream_of(logits)));
     return finish(loss, rows, logits, gradients);
   }

@@ -1,11 +1,13 @@
 #include "core/train/initialize.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <numbers>
+#include <thread>
+#include <vector>
 
 #include "core/base/error.hpp"
 #include "core/data/philox.hpp"
@@ -15,7 +17,7 @@ namespace {
 
 // Elements `begin` .. of a parameter, standard normal times `std`: Box-Muller over pairs, so a slice needs no neighbours but its pair.
 void fill_normal(float* out, int64_t begin, int64_t count, const PhiloxStream& draws, double std) {
-  at::parallel_for(0, count, 1 << 14, [&](int64_t from, int64_t to) {
+  const auto fill = [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) {
       const uint64_t element = static_cast<uint64_t>(begin + i);
       const uint64_t pair = element / 2;
@@ -25,7 +27,18 @@ void fill_normal(float* out, int64_t begin, int64_t count, const PhiloxStream& d
       const double radius = std::sqrt(-2.0 * std::log(u)), angle = 2.0 * std::numbers::pi * v;
       out[i] = static_cast<float>(std * radius * (element % 2 == 0 ? std::cos(angle) : std::sin(angle)));
     }
-  });
+  };
+  // Threads of our own: LibTorch's loops run on one thread in code compiled without OpenMP, and a billion weights take a minute there.
+  constexpr int64_t kLeast = int64_t{1} << 18;
+  const int64_t parts = std::clamp<int64_t>(count / kLeast, 1, std::max(1u, std::thread::hardware_concurrency()));
+  std::vector<std::thread> threads;
+  for (int64_t part = 1; part < parts; ++part) {
+    threads.emplace_back(fill, count * part / parts, count * (part + 1) / parts);
+  }
+  fill(0, count / parts);
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
 }
 
 }  // namespace

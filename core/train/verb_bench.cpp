@@ -272,8 +272,9 @@ class StepBench {
 
   void window() {
     const StepInfo step{.update = updates_, .updates_total = std::max<int64_t>(10000, updates_ + 1), .wants_details = false};
+    const auto next = [&] { return &windows_[static_cast<size_t>(updates_ + 1) % windows_.size()]; };
     last_ = trainer_->run(windows_[static_cast<size_t>(updates_) % windows_.size()], step, plan_.get<double>("training.learning_rate"),
-                          session_->context->stop_requested && session_->context->stop_requested());
+                          {.wants_stop = session_->context->stop_requested && session_->context->stop_requested(), .upcoming = next});
     ++updates_;
     if (!last_.updated) {
       throw Error(ExitCode::kUsage, format("update {} of the benchmark changed nothing: loss {}, gradient norm {}", updates_, last_.loss, last_.gradient_norm),

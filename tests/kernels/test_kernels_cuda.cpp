@@ -369,6 +369,38 @@ TEST_CASE("cuda: head_objective as a whole, with candidates, a table and a token
   }
 }
 
+TEST_CASE("cuda: head_objective with a teacher and a bias") {
+  if (!has_gpu()) return;
+  at::manual_seed(44);
+  const int64_t r = 40, h = 24, v = 1500, states = 9, t = 5, x = 8, step = 20;
+  const at::Tensor labels = at::randint(v, {r}, at::kLong), weights = at::rand({2, r}, at::kDouble);
+  const at::Tensor places = at::randint(states, {2, t}, at::kLong), index = at::randint(t, {r}, at::kLong);
+  const Operation operation = [=](const Tensors& in, at::Device device) {
+    const auto type = in[0].scalar_type();
+    sf::HeadObjective objective;
+    objective.hidden_rh = in[0];
+    objective.head_vh = in[1].detach();
+    objective.teacher_states_nh = in[2].detach();
+    objective.bias_rx = in[3];
+    objective.bias_table_vx = in[4];
+    objective.teacher_places_mt = places.to(device);
+    objective.teacher_index_r = index.to(device);
+    objective.labels_r = labels.to(device);
+    objective.chunk_rows = step;
+    return Tensors{sf::head_objective(objective, [&](const sf::HeadRows& rows) {
+      const at::Tensor mine = weights.to(device, rows.nll_r.scalar_type()).narrow(1, rows.row_begin, rows.row_end - rows.row_begin);
+      return at::add(at::mul(rows.nll_r, mine[0]), at::mul(rows.distance_r, mine[1])).sum();
+    }).to(type)};
+  };
+  const Tensors inputs = {random({r, h}), random({v, h}), random({states, h}), random({r, x}), random({v, x})};
+  const Tensors expected = run(operation, inputs, {at::ones({}, at::kDouble)}, at::kDouble, kCpu);
+  const Tensors found = run(operation, inputs, {at::ones({}, at::kDouble)}, at::kFloat, kGpu);
+  for (const size_t i : {0, 3, 4, 5}) {
+    CAPTURE(i);
+    CHECK(relative_distance(found[i].cpu().to(at::kDouble), expected[i]) < 1e-4);  // a sign may turn where p and q agree to the last bits
+  }
+}
+
 TEST_CASE("cuda: rows added by token, runs of all lengths, and lookup's gradient") {
   if (!has_gpu()) return;
   at::manual_seed(40);

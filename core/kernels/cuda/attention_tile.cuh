@@ -1,10 +1,12 @@
 // core/kernels/cuda/attention_tile.cuh: tiles of block attention in shared memory and the tensor-core instructions on them (sm_80 and newer).
 //
-// A tile is rows x E bfloat16. The 16-byte pieces of a row are permuted by the row's number (piece ^ (row % 8)), so that the eight rows which a matrix load
-// reads at once lie in different banks.
+// A tile is Rows x E bfloat16 in slabs of 64 columns: a slab's rows are 128 bytes, one after the other, and the eight 16-byte pieces of a row are permuted by the
+// row's number (piece ^ (row % 8)). So the eight rows that a matrix load reads at once lie in different banks, and the layout is the one that sm_90's wgmma calls
+// 128-byte swizzle: tiles begin at multiples of 1024 bytes.
 //
-// Instruction shapes are those of mma.m16n8k16: A is 16 x 16 (four registers), B 16 x 8 (two), C 16 x 8 (four floats); lane l holds of C the rows l / 4 and
-// l / 4 + 8, the columns 2 * (l % 4) and the next.
+// Two ways to multiply. sm_90a: wgmma, four warps together, operands from shared memory (A also from registers). Elsewhere mma.m16n8k16 on registers: A is 16 x 16
+// (four registers), B 16 x 8 (two), C 16 x 8 (four floats). Both leave the result alike: warp w has rows 16 w .. 16 w + 15, lane l of it the rows l / 4 and
+// l / 4 + 8, the columns 2 * (l % 4) and the next of every 8.
 #pragma once
 
 #include "core/kernels/cuda/device.cuh"
@@ -65,13 +67,14 @@ __device__ inline uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-template <int E>
+template <int E, int Rows>
 struct Tile {
   static constexpr int kPieces = E / 8;
+  static constexpr uint32_t kSlab = Rows * 128;  // bytes
 
   // Address of a 16-byte piece.
   __device__ static uint32_t piece(uint32_t tile, int row, int piece) {
-    return tile + static_cast<uint32_t>(row * E * 2 + ((piece ^ (row & 7)) << 4));
+    return tile + static_cast<uint32_t>(piece >> 3) * kSlab + static_cast<uint32_t>(row * 128 + (((piece & 7) ^ (row & 7)) << 4));
   }
   // A operand: rows row..row+15, columns column..column+15.
   __device__ static void load_a(uint32_t (&r)[4], uint32_t tile, int row, int column, int lane) {
@@ -85,7 +88,87 @@ struct Tile {
   __device__ static void load_b_columns(uint32_t (&r)[4], uint32_t tile, int row, int column, int lane) {
     load_matrices_transposed(r, piece(tile, row + (lane & 15), column / 8 + (lane >> 4)));
   }
+
+  // Place of an element, counted in elements from the tile's begin.
+  __device__ static int element(int row, int column) {
+    return column / 64 * (Rows * 64) + row * 64 + (((column / 8 & 7) ^ (row & 7)) << 3) + column % 8;
+  }
+
+  // wgmma's descriptors. Along columns: rows row.., k = column..column+15 (column a multiple of 16); eight rows lie 1024 bytes after the last eight.
+  __device__ static uint64_t by_columns(uint32_t tile, int row, int column) {
+    return describe(tile + static_cast<uint32_t>(column / 64) * kSlab + static_cast<uint32_t>(row * 128 + column % 64 * 2), 16, 1024);
+  }
+  // Along rows: k = row..row+15 (row a multiple of 16), n over all columns; slabs lie kSlab apart, eight rows 1024 bytes.
+  __device__ static uint64_t by_rows(uint32_t tile, int row) { return describe(tile + static_cast<uint32_t>(row * 128), kSlab, 1024); }
+
+ private:
+  __device__ static uint64_t describe(uint32_t address, uint32_t leading, uint32_t stride) {
+    return static_cast<uint64_t>((address & 0x3FFFFu) >> 4) | static_cast<uint64_t>(leading >> 4) << 16 | static_cast<uint64_t>(stride >> 4) << 32 |
+           uint64_t{1} << 62;
+  }
 };
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SF_WGMMA 1
+// Shared memory written by threads becomes visible to wgmma.
+__device__ inline void fence_tiles() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all but the newest `Left` groups of products are done.
+template <int Left>
+__device__ inline void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Left) : "memory");
+}
+// The compiler may not move uses of these registers over this place: products write them behind its back.
+template <int N>
+__device__ inline void settle(float (&c)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    asm volatile("" : "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])::"memory");
+  }
+}
+template <int N>
+__device__ inline void settle(uint32_t (&a)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
+  }
+}
+
+#define SF_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define SF_TILES_8(c, n) \
+  SF_TILE(c, n), SF_TILE(c, n + 1), SF_TILE(c, n + 2), SF_TILE(c, n + 3), SF_TILE(c, n + 4), SF_TILE(c, n + 5), SF_TILE(c, n + 6), SF_TILE(c, n + 7)
+#define SF_REGISTERS_32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
+#define SF_REGISTERS_64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
+  "%62, %63}"
+
+// c [64, 64] = (adds ? c : 0) + a b, both from shared memory, k along their columns.
+__device__ inline void multiply_shared(float (&c)[8][4], uint64_t a, uint64_t b, bool adds) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SF_REGISTERS_32 ", %32, %33, p, 1, 1, 0, 0;\n}"
+      : SF_TILES_8(c, 0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(adds)));
+}
+// c [64, 64] += a b, a from registers, b from shared memory, k along its rows.
+__device__ inline void multiply_registers(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SF_REGISTERS_32 ", {%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
+               : SF_TILES_8(c, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// The same for 128 columns.
+__device__ inline void multiply_registers(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " SF_REGISTERS_64 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+               : SF_TILES_8(c, 0), SF_TILES_8(c, 8)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+#else
+#define SF_WGMMA 0
+__device__ inline void fence_tiles() {}
+#endif
 
 // The A operand of 16 columns out of two C tiles beside each other.
 __device__ inline void as_operand(uint32_t (&a)[4], const float (&left)[4], const float (&right)[4]) {
@@ -93,6 +176,16 @@ __device__ inline void as_operand(uint32_t (&a)[4], const float (&left)[4], cons
   a[1] = pack(left[2], left[3]);
   a[2] = pack(right[0], right[1]);
   a[3] = pack(right[2], right[3]);
+}
+
+// Dynamic shared memory, where tiles may begin.
+template <class Shared>
+__device__ inline Shared& tiles_in(unsigned char* memory) {
+  return *reinterpret_cast<Shared*>((reinterpret_cast<uintptr_t>(memory) + 1023) & ~uintptr_t{1023});
+}
+template <class Shared>
+constexpr size_t bytes_for() {
+  return sizeof(Shared) + 1023;
 }
 
 // Where things are. A key/value head `bm` is a sample and a head; its flat row t is the pair (draft row t / g, query head t % g of the group).
@@ -135,7 +228,7 @@ struct Range4 {
 // Copies keys begin..begin+63 and their values into two tiles; zeros past the end.
 template <int E, int Threads>
 __device__ inline void fetch_keys(const Places& at, bool own, int begin, uint32_t key_tile, uint32_t value_tile) {
-  constexpr int kPieces = Tile<E>::kPieces;
+  constexpr int kPieces = E / 8;
   const bf16* keys = static_cast<const bf16*>(own ? at.a.block_key_bqme : at.a.context_key_bsme);
   const bf16* values = static_cast<const bf16*>(own ? at.a.block_value_bqme : at.a.context_value_bsme);
   const int end = static_cast<int>(own ? at.a.q : at.a.s);
@@ -144,21 +237,21 @@ __device__ inline void fetch_keys(const Places& at, bool own, int begin, uint32_
     const int row = i / kPieces, piece = i % kPieces, key = begin + row;
     const bool valid = key < end;
     const int64_t from = valid ? (own ? at.own_key(key) : at.context_key(key)) + piece * 8 : 0;
-    copy_async<16>(Tile<E>::piece(key_tile, row, piece), keys + from, valid);
-    copy_async<16>(Tile<E>::piece(value_tile, row, piece), values + from, valid);
+    copy_async<16>(Tile<E, kKeys>::piece(key_tile, row, piece), keys + from, valid);
+    copy_async<16>(Tile<E, kKeys>::piece(value_tile, row, piece), values + from, valid);
   }
 }
 
 // Copies flat rows begin.. of a [b, q, n, e] tensor into a tile; zeros past the end.
 template <int E, int Rows, int Threads>
 __device__ inline void fetch_rows(const Places& at, const void* tensor_bqne, int64_t begin, uint32_t tile) {
-  constexpr int kPieces = Tile<E>::kPieces;
+  constexpr int kPieces = E / 8;
 #pragma unroll
   for (int i = threadIdx.x; i < Rows * kPieces; i += Threads) {
     const int row = i / kPieces, piece = i % kPieces;
     const bool valid = begin + row < at.flat_rows;
     const int64_t from = valid ? at.query(begin + row) + piece * 8 : 0;
-    copy_async<16>(Tile<E>::piece(tile, row, piece), static_cast<const bf16*>(tensor_bqne) + from, valid);
+    copy_async<16>(Tile<E, Rows>::piece(tile, row, piece), static_cast<const bf16*>(tensor_bqne) + from, valid);
   }
 }
 

@@ -62,8 +62,8 @@ struct RowShared {
 
 template <int E>
 __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constant__ BlockAttention a) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  RowShared<E>& shared = *reinterpret_cast<RowShared<E>*>(memory);
+  extern __shared__ __align__(1024) unsigned char memory[];
+  RowShared<E>& shared = tiles_in<RowShared<E>>(memory);
   const Places at(a, blockIdx.y);
   const int64_t tile = gridDim.x - 1 - blockIdx.x, begin = tile * kFlat;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = warp * 16;
@@ -106,26 +106,49 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
     }
     copies_commit();
     copies_wait<1>();
+    fence_tiles();
     __syncthreads();
 
     const uint32_t key_tile = shared_address(shared.key[stage]), value_tile = shared_address(shared.value[stage]);
-    float score[kKeys / 8][4] = {}, slope[kKeys / 8][4] = {};
+    float score[kKeys / 8][4], slope[kKeys / 8][4];
+#if SF_WGMMA
+    settle(score);
+    settle(slope);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < E; k += 16) {
+      multiply_shared(score, Tile<E, kFlat>::by_columns(query_tile, 0, k), Tile<E, kKeys>::by_columns(key_tile, 0, k), k > 0);
+    }
+#pragma unroll
+    for (int k = 0; k < E; k += 16) {
+      multiply_shared(slope, Tile<E, kFlat>::by_columns(grad_tile, 0, k), Tile<E, kKeys>::by_columns(value_tile, 0, k), k > 0);
+    }
+    products_commit();
+    products_wait<0>();
+    settle(score);
+    settle(slope);
+#else
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+      score[n][0] = score[n][1] = score[n][2] = score[n][3] = slope[n][0] = slope[n][1] = slope[n][2] = slope[n][3] = 0;
+    }
 #pragma unroll
     for (int k = 0; k < E; k += 16) {
       uint32_t query[4], grad[4];
-      Tile<E>::load_a(query, query_tile, row0, k, lane);
-      Tile<E>::load_a(grad, grad_tile, row0, k, lane);
+      Tile<E, kFlat>::load_a(query, query_tile, row0, k, lane);
+      Tile<E, kFlat>::load_a(grad, grad_tile, row0, k, lane);
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t other[4];
-        Tile<E>::load_b_rows(other, key_tile, n * 16, k, lane);
+        Tile<E, kKeys>::load_b_rows(other, key_tile, n * 16, k, lane);
         multiply_add(score[2 * n], query, other[0], other[1]);
         multiply_add(score[2 * n + 1], query, other[2], other[3]);
-        Tile<E>::load_b_rows(other, value_tile, n * 16, k, lane);
+        Tile<E, kKeys>::load_b_rows(other, value_tile, n * 16, k, lane);
         multiply_add(slope[2 * n], grad, other[0], other[1]);
         multiply_add(slope[2 * n + 1], grad, other[2], other[3]);
       }
     }
+#endif
     const bool masked = own || key0 < context.largest_low || key0 + kKeys > context.least_high;
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
@@ -141,18 +164,34 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
         score[n][c] = p * (slope[n][c] - along[upper]);
       }
     }
+    uint32_t left[kKeys / 16][4];
 #pragma unroll
-    for (int k = 0; k < kKeys; k += 16) {
-      uint32_t left[4];
-      as_operand(left, score[k / 8], score[k / 8 + 1]);
+    for (int k = 0; k < kKeys / 16; ++k) {
+      as_operand(left[k], score[2 * k], score[2 * k + 1]);
+    }
+#if SF_WGMMA
+    settle(left);
+    settle(result);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      multiply_registers(result, left[k], Tile<E, kKeys>::by_rows(key_tile, k * 16));
+    }
+    products_commit();
+    products_wait<0>();
+    settle(result);
+#else
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
       for (int n = 0; n < E / 16; ++n) {
         uint32_t key[4];
-        Tile<E>::load_b_columns(key, key_tile, k, n * 16, lane);
-        multiply_add(result[2 * n], left, key[0], key[1]);
-        multiply_add(result[2 * n + 1], left, key[2], key[3]);
+        Tile<E, kKeys>::load_b_columns(key, key_tile, k * 16, n * 16, lane);
+        multiply_add(result[2 * n], left[k], key[0], key[1]);
+        multiply_add(result[2 * n + 1], left[k], key[2], key[3]);
       }
     }
+#endif
     __syncthreads();
   }
 
@@ -161,17 +200,17 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
     const int row = row0 + lane / 4 + 8 * upper;
 #pragma unroll
     for (int n = 0; n < E / 8; ++n) {
-      bf16* to = shared.query + row * E + ((n ^ (row & 7)) << 3) + 2 * (lane % 4);
+      bf16* to = shared.query + Tile<E, kFlat>::element(row, n * 8 + 2 * (lane % 4));
       *reinterpret_cast<uint32_t*>(to) = pack(result[n][2 * upper] * a.scale, result[n][2 * upper + 1] * a.scale);
     }
   }
   __syncwarp();
-  constexpr int kPieces = Tile<E>::kPieces;
+  constexpr int kPieces = E / 8;
   for (int i = lane; i < 16 * kPieces; i += 32) {
     const int row = row0 + i / kPieces, piece = i % kPieces;
     if (begin + row < at.flat_rows) {
       *reinterpret_cast<uint4*>(static_cast<bf16*>(a.grad_query_bqne) + at.query(begin + row) + piece * 8) =
-          *reinterpret_cast<const uint4*>(shared.query + row * E + ((piece ^ (row & 7)) << 3));
+          *reinterpret_cast<const uint4*>(shared.query + Tile<E, kFlat>::element(row, piece * 8));
     }
   }
 }
@@ -247,8 +286,8 @@ class RowTiles {
 
 template <int E, bool kOwn>
 __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant__ BlockAttention a) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  KeyShared<E>& shared = *reinterpret_cast<KeyShared<E>*>(memory);
+  extern __shared__ __align__(1024) unsigned char memory[];
+  KeyShared<E>& shared = tiles_in<KeyShared<E>>(memory);
   const int64_t bm = blockIdx.y;
   const Places at(a, bm);
   const int key0 = static_cast<int>(blockIdx.x) * kKeys;  // early keys are seen by most rows, so they start first
@@ -277,26 +316,49 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
     }
     copies_commit();
     copies_wait<1>();
+    fence_tiles();
     __syncthreads();
 
     const uint32_t query_tile = shared_address(shared.query[stage]), grad_tile = shared_address(shared.grad[stage]);
-    float p[kFlat / 8][4] = {}, slope[kFlat / 8][4] = {};
+    float p[kFlat / 8][4], slope[kFlat / 8][4];
+#if SF_WGMMA
+    settle(p);
+    settle(slope);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < E; k += 16) {
+      multiply_shared(p, Tile<E, kKeys>::by_columns(key_tile, 0, k), Tile<E, kFlat>::by_columns(query_tile, 0, k), k > 0);
+    }
+#pragma unroll
+    for (int k = 0; k < E; k += 16) {
+      multiply_shared(slope, Tile<E, kKeys>::by_columns(value_tile, 0, k), Tile<E, kFlat>::by_columns(grad_tile, 0, k), k > 0);
+    }
+    products_commit();
+    products_wait<0>();
+    settle(p);
+    settle(slope);
+#else
+#pragma unroll
+    for (int n = 0; n < kFlat / 8; ++n) {
+      p[n][0] = p[n][1] = p[n][2] = p[n][3] = slope[n][0] = slope[n][1] = slope[n][2] = slope[n][3] = 0;
+    }
 #pragma unroll
     for (int k = 0; k < E; k += 16) {
       uint32_t key[4], value[4];
-      Tile<E>::load_a(key, key_tile, row0, k, lane);
-      Tile<E>::load_a(value, value_tile, row0, k, lane);
+      Tile<E, kKeys>::load_a(key, key_tile, row0, k, lane);
+      Tile<E, kKeys>::load_a(value, value_tile, row0, k, lane);
 #pragma unroll
       for (int n = 0; n < kFlat / 16; ++n) {
         uint32_t other[4];
-        Tile<E>::load_b_rows(other, query_tile, n * 16, k, lane);
+        Tile<E, kFlat>::load_b_rows(other, query_tile, n * 16, k, lane);
         multiply_add(p[2 * n], key, other[0], other[1]);
         multiply_add(p[2 * n + 1], key, other[2], other[3]);
-        Tile<E>::load_b_rows(other, grad_tile, n * 16, k, lane);
+        Tile<E, kFlat>::load_b_rows(other, grad_tile, n * 16, k, lane);
         multiply_add(slope[2 * n], value, other[0], other[1]);
         multiply_add(slope[2 * n + 1], value, other[2], other[3]);
       }
     }
+#endif
 #pragma unroll
     for (int n = 0; n < kFlat / 8; ++n) {
       const int column = n * 8 + 2 * (lane % 4);
@@ -321,22 +383,45 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
         slope[n][c] *= p[n][c];
       }
     }
+    uint32_t left[kFlat / 16][4], left_slope[kFlat / 16][4];
 #pragma unroll
-    for (int k = 0; k < kFlat; k += 16) {
-      uint32_t left[4], left_slope[4];
-      as_operand(left, p[k / 8], p[k / 8 + 1]);
-      as_operand(left_slope, slope[k / 8], slope[k / 8 + 1]);
+    for (int k = 0; k < kFlat / 16; ++k) {
+      as_operand(left[k], p[2 * k], p[2 * k + 1]);
+      as_operand(left_slope[k], slope[2 * k], slope[2 * k + 1]);
+    }
+#if SF_WGMMA
+    settle(left);
+    settle(left_slope);
+    settle(grad_value);
+    settle(grad_key);
+    products_begin();
+#pragma unroll
+    for (int k = 0; k < kFlat / 16; ++k) {
+      multiply_registers(grad_value, left[k], Tile<E, kFlat>::by_rows(grad_tile, k * 16));
+    }
+#pragma unroll
+    for (int k = 0; k < kFlat / 16; ++k) {
+      multiply_registers(grad_key, left_slope[k], Tile<E, kFlat>::by_rows(query_tile, k * 16));
+    }
+    products_commit();
+    products_wait<0>();
+    settle(grad_value);
+    settle(grad_key);
+#else
+#pragma unroll
+    for (int k = 0; k < kFlat / 16; ++k) {
 #pragma unroll
       for (int n = 0; n < E / 16; ++n) {
         uint32_t other[4];
-        Tile<E>::load_b_columns(other, grad_tile, k, n * 16, lane);
-        multiply_add(grad_value[2 * n], left, other[0], other[1]);
-        multiply_add(grad_value[2 * n + 1], left, other[2], other[3]);
-        Tile<E>::load_b_columns(other, query_tile, k, n * 16, lane);
-        multiply_add(grad_key[2 * n], left_slope, other[0], other[1]);
-        multiply_add(grad_key[2 * n + 1], left_slope, other[2], other[3]);
+        Tile<E, kFlat>::load_b_columns(other, grad_tile, k * 16, n * 16, lane);
+        multiply_add(grad_value[2 * n], left[k], other[0], other[1]);
+        multiply_add(grad_value[2 * n + 1], left[k], other[2], other[3]);
+        Tile<E, kFlat>::load_b_columns(other, query_tile, k * 16, n * 16, lane);
+        multiply_add(grad_key[2 * n], left_slope[k], other[0], other[1]);
+        multiply_add(grad_key[2 * n + 1], left_slope[k], other[2], other[3]);
       }
     }
+#endif
     __syncthreads();
   }
   copies_wait<0>();
@@ -396,16 +481,16 @@ Error run(const BlockAttention& a, cudaStream_t stream) {
   if (Error error = last_error()) {
     return error;
   }
-  for (Error error : {allow_shared(query_kernel<E>, sizeof(RowShared<E>)), allow_shared(key_kernel<E, false>, sizeof(KeyShared<E>)),
-                      allow_shared(key_kernel<E, true>, sizeof(KeyShared<E>))}) {
+  for (Error error : {allow_shared(query_kernel<E>, bytes_for<RowShared<E>>()), allow_shared(key_kernel<E, false>, bytes_for<KeyShared<E>>()),
+                      allow_shared(key_kernel<E, true>, bytes_for<KeyShared<E>>())}) {
     if (error != nullptr) {
       return error;
     }
   }
-  query_kernel<E><<<dim3(static_cast<unsigned>(tiles), heads), kThreads, sizeof(RowShared<E>), stream>>>(a);
-  key_kernel<E, true><<<dim3(static_cast<unsigned>((q + kKeys - 1) / kKeys), heads), kThreads, sizeof(KeyShared<E>), stream>>>(a);
+  query_kernel<E><<<dim3(static_cast<unsigned>(tiles), heads), kThreads, bytes_for<RowShared<E>>(), stream>>>(a);
+  key_kernel<E, true><<<dim3(static_cast<unsigned>((q + kKeys - 1) / kKeys), heads), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
   if (a.s > 0) {
-    key_kernel<E, false><<<dim3(static_cast<unsigned>((a.s + kKeys - 1) / kKeys), heads, kSplits), kThreads, sizeof(KeyShared<E>), stream>>>(a);
+    key_kernel<E, false><<<dim3(static_cast<unsigned>((a.s + kKeys - 1) / kKeys), heads, kSplits), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
     const int64_t count = a.b * a.s * a.m * a.e;
     join_kernel<<<static_cast<unsigned>((count / 4 + 255) / 256), 256, 0, stream>>>(a, count);
   }

@@ -1,4 +1,4 @@
-// Block attention, forward. A block of 4 warps takes 128 flat rows of one key/value head, 32 a warp, and walks over key tiles of 64: those of the context
+// Block attention, forward. A block of 4 warps takes 128 flat rows of one key/value head in two halves of 64, 16 rows a warp, and walks over key tiles of 64: those of the context
 // that some of its rows see, then those of the rows' own blocks. Two stages of keys and values are in flight. Nothing is masked in a context tile that all
 // rows see; elsewhere each row has a half-open range of keys. Softmax runs in float32 with a running maximum; rows that see nothing come out as zero.
 #include "core/kernels/cuda/attention_tile.cuh"
@@ -77,11 +77,11 @@ __device__ KeyTiles find_tiles(Shared<E>& shared, const Places& at, int64_t begi
 
 template <int E>
 __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_constant__ BlockAttention a) {
-  extern __shared__ __align__(128) unsigned char memory[];
-  Shared<E>& shared = *reinterpret_cast<Shared<E>*>(memory);
+  extern __shared__ __align__(1024) unsigned char memory[];
+  Shared<E>& shared = tiles_in<Shared<E>>(memory);
   const Places at(a, blockIdx.y);
   const int64_t begin = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kRows;  // late anchors see most, so they start first
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = warp * 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = warp * 16;
   const uint32_t query_tile = shared_address(shared.query);
 
   fetch_rows<E, kRows, kThreads>(at, a.query_bqne, begin, query_tile);
@@ -104,32 +104,19 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
     }
     copies_commit();
     copies_wait<1>();
+    fence_tiles();
     __syncthreads();
 
     const uint32_t key_tile = shared_address(shared.key[stage]), value_tile = shared_address(shared.value[stage]);
-    float score[2][kKeys / 8][4] = {};
-#pragma unroll
-    for (int k = 0; k < E; k += 16) {
-      uint32_t query[2][4];
-      Tile<E>::load_a(query[0], query_tile, row0, k, lane);
-      Tile<E>::load_a(query[1], query_tile, row0 + 16, k, lane);
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t key[4];
-        Tile<E>::load_b_rows(key, key_tile, n * 16, k, lane);
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          multiply_add(score[half][2 * n], query[half], key[0], key[1]);
-          multiply_add(score[half][2 * n + 1], query[half], key[2], key[3]);
-        }
-      }
-    }
-    if (own || key0 < context.largest_low || key0 + kKeys > context.least_high) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
+    const bool masked = own || key0 < context.largest_low || key0 + kKeys > context.least_high;
+    float score[2][kKeys / 8][4];
+    uint32_t probability[2][kKeys / 16][4];
+    // Scores of a half to probabilities, with the running maximum; what was summed before shrinks by it.
+    const auto soften = [&](int half) {
+      if (masked) {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          const int4 bounds = shared.bounds[row0 + half * 16 + lane / 4 + 8 * (c / 2)];
+          const int4 bounds = shared.bounds[half * 64 + row0 + lane / 4 + 8 * (c / 2)];
           const int low = own ? bounds.z : bounds.x, high = own ? bounds.w : bounds.y;
 #pragma unroll
           for (int n = 0; n < kKeys / 8; ++n) {
@@ -138,9 +125,6 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
           }
         }
       }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int upper = 0; upper < 2; ++upper) {
         float largest = most[half][upper];
@@ -169,23 +153,86 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
           out[half][n][2 * upper + 1] *= shrink;
         }
       }
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        as_operand(probability[half][k], score[half][2 * k], score[half][2 * k + 1]);
+      }
+    };
+#if SF_WGMMA
+    // While one half softens, the other multiplies.
+    const auto multiply_keys = [&](int half) {
+#pragma unroll
+      for (int k = 0; k < E; k += 16) {
+        multiply_shared(score[half], Tile<E, kRows>::by_columns(query_tile, half * 64, k), Tile<E, kKeys>::by_columns(key_tile, 0, k), k > 0);
+      }
+      products_commit();
+    };
+    const auto multiply_values = [&](int half) {
+      settle(out[half]);
+      settle(probability[half]);
+      products_begin();
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        multiply_registers(out[half], probability[half][k], Tile<E, kKeys>::by_rows(value_tile, k * 16));
+      }
+      products_commit();
+    };
+    settle(score[0]);
+    settle(score[1]);
+    products_begin();
+    multiply_keys(0);
+    multiply_keys(1);
+    products_wait<1>();
+    settle(score[0]);
+    soften(0);
+    multiply_values(0);
+    products_wait<1>();
+    settle(score[1]);
+    soften(1);
+    multiply_values(1);
+    products_wait<0>();
+    settle(out[0]);
+    settle(out[1]);
+#else
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        score[half][n][0] = score[half][n][1] = score[half][n][2] = score[half][n][3] = 0;
+      }
     }
 #pragma unroll
-    for (int k = 0; k < kKeys; k += 16) {
-      uint32_t probability[2][4];
-      as_operand(probability[0], score[0][k / 8], score[0][k / 8 + 1]);
-      as_operand(probability[1], score[1][k / 8], score[1][k / 8 + 1]);
+    for (int k = 0; k < E; k += 16) {
+      uint32_t query[2][4];
+      Tile<E, kRows>::load_a(query[0], query_tile, row0, k, lane);
+      Tile<E, kRows>::load_a(query[1], query_tile, 64 + row0, k, lane);
 #pragma unroll
-      for (int n = 0; n < E / 16; ++n) {
-        uint32_t value[4];
-        Tile<E>::load_b_columns(value, value_tile, k, n * 16, lane);
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t key[4];
+        Tile<E, kKeys>::load_b_rows(key, key_tile, n * 16, k, lane);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          multiply_add(out[half][2 * n], probability[half], value[0], value[1]);
-          multiply_add(out[half][2 * n + 1], probability[half], value[2], value[3]);
+          multiply_add(score[half][2 * n], query[half], key[0], key[1]);
+          multiply_add(score[half][2 * n + 1], query[half], key[2], key[3]);
         }
       }
     }
+    soften(0);
+    soften(1);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+#pragma unroll
+      for (int n = 0; n < E / 16; ++n) {
+        uint32_t value[4];
+        Tile<E, kKeys>::load_b_columns(value, value_tile, k * 16, n * 16, lane);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          multiply_add(out[half][2 * n], probability[half][k], value[0], value[1]);
+          multiply_add(out[half][2 * n + 1], probability[half][k], value[2], value[3]);
+        }
+      }
+    }
+#endif
     __syncthreads();
   }
   copies_wait<0>();
@@ -200,36 +247,36 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
       total += __shfl_xor_sync(0xffffffffu, total, 1);
       total += __shfl_xor_sync(0xffffffffu, total, 2);
       const float inverse = total > 0 ? 1.0f / total : (total == 0 ? 0.0f : total);  // NaN stays
-      const int row = row0 + half * 16 + lane / 4 + 8 * upper;
+      const int row = half * 64 + row0 + lane / 4 + 8 * upper;
       if (lane % 4 == 0 && begin + row < at.flat_rows) {
         a.log_sum_exp_bmr[static_cast<int64_t>(blockIdx.y) * at.flat_rows + begin + row] = total == 0 ? 0.0f : most[half][upper] * scale + log2f(total);
       }
 #pragma unroll
       for (int n = 0; n < E / 8; ++n) {
-        bf16* to = shared.query + row * E + ((n ^ (row & 7)) << 3) + 2 * (lane % 4);
+        bf16* to = shared.query + Tile<E, kRows>::element(row, n * 8 + 2 * (lane % 4));
         *reinterpret_cast<uint32_t*>(to) = pack(out[half][n][2 * upper] * inverse, out[half][n][2 * upper + 1] * inverse);
       }
     }
   }
   __syncwarp();
-  constexpr int kPieces = Tile<E>::kPieces;
+  constexpr int kPieces = E / 8;
   for (int i = lane; i < 32 * kPieces; i += 32) {
-    const int row = row0 + i / kPieces, piece = i % kPieces;
+    const int local = i / kPieces, row = local / 16 * 64 + row0 + local % 16, piece = i % kPieces;
     if (begin + row < at.flat_rows) {
       *reinterpret_cast<uint4*>(static_cast<bf16*>(a.out_bqne) + at.query(begin + row) + piece * 8) =
-          *reinterpret_cast<const uint4*>(shared.query + row * E + ((piece ^ (row & 7)) << 3));
+          *reinterpret_cast<const uint4*>(shared.query + Tile<E, kRows>::element(row, piece * 8));
     }
   }
 }
 
 template <int E>
 Error run(const BlockAttention& a, cudaStream_t stream) {
-  if (Error error = allow_shared(forward_kernel<E>, sizeof(Shared<E>))) {
+  if (Error error = allow_shared(forward_kernel<E>, bytes_for<Shared<E>>())) {
     return error;
   }
   const int64_t flat_rows = a.q * (a.n / a.m);
   const dim3 grid(static_cast<unsigned>((flat_rows + kRows - 1) / kRows), static_cast<unsigned>(a.b * a.m));
-  forward_kernel<E><<<grid, kThreads, sizeof(Shared<E>), stream>>>(a);
+  forward_kernel<E><<<grid, kThreads, bytes_for<Shared<E>>(), stream>>>(a);
   return last_error();
 }
 

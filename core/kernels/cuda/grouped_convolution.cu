@@ -6,9 +6,10 @@ namespace sf::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kTaps = static_cast<int>(kConvolutionTaps);
+constexpr int kMostTaps = static_cast<int>(kConvolutionTaps);
+constexpr int kAtOnce = 4;  // rows whose loads are in flight together
 
-template <class T, int N>
+template <class T, int N, int kTaps>
 __global__ void __launch_bounds__(kThreads) forward_kernel(GroupedConvolution a) {
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (c >= a.h) {
@@ -30,28 +31,51 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(GroupedConvolution a)
       load(base[t], static_cast<const T*>(a.base_th) + t * a.h + c);
     }
   }
-#pragma unroll 4
-  for (int i = 0; i < j; ++i) {
+  for (int begin = 0; begin < j; begin += kAtOnce) {
+    Vector<T, N> rows[kAtOnce];
+    T coefficients[kAtOnce][kTaps];
 #pragma unroll
-    for (int t = kTaps - 1; t > 0; --t) {
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (begin + k < j) {
+        rows[k] = *reinterpret_cast<const Vector<T, N>*>(x + (begin + k) * a.h);
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        past[t][n] = past[t - 1][n];
-      }
-    }
-    load(past[0], x + i * a.h);
-    float sum[N] = {};
-#pragma unroll
-    for (int t = 0; t < kTaps; ++t) {
-      if (t < taps && t <= i) {
-        const float d = to_float(delta[i * a.delta_row_stride + t * a.groups]);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          sum[n] += (base[t][n] + d) * past[t][n];
+        for (int t = 0; t < kTaps; ++t) {
+          if (t < taps) {
+            coefficients[k][t] = delta[(begin + k) * a.delta_row_stride + t * a.groups];
+          }
         }
       }
     }
-    store(y + i * a.h, sum);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = begin + k;
+      if (i < j) {
+#pragma unroll
+        for (int t = kTaps - 1; t > 0; --t) {
+#pragma unroll
+          for (int n = 0; n < N; ++n) {
+            past[t][n] = past[t - 1][n];
+          }
+        }
+        float sum[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          past[0][n] = to_float(rows[k].at[n]);
+          sum[n] = 0;
+        }
+#pragma unroll
+        for (int t = 0; t < kTaps; ++t) {
+          if (t < taps) {  // what lies before the block is zero in `past`
+            const float d = to_float(coefficients[k][t]);
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+              sum[n] += (base[t][n] + d) * past[t][n];
+            }
+          }
+        }
+        store(y + i * a.h, sum);
+      }
+    }
   }
 }
 
@@ -63,7 +87,7 @@ __device__ inline float group_sum(float x, int lanes) {
   return x;
 }
 
-template <class T, int N>
+template <class T, int N, int kTaps>
 __global__ void __launch_bounds__(kThreads) backward_kernel(GroupedConvolution a) {
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   const bool inside = c < a.h;  // all lanes of a warp stay for the sums over a group
@@ -99,49 +123,68 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(GroupedConvolution a
         ahead[t][n] = 0;
       }
     }
-#pragma unroll 2
-    for (int i = j - 1; i >= 0; --i) {
+    for (int last = j - 1; last >= 0; last -= kAtOnce) {
+      Vector<T, N> rows[kAtOnce], gradients[kAtOnce];
+      T coefficients[kAtOnce][kTaps];  // of row i + t for tap t
 #pragma unroll
-      for (int t = kTaps - 1; t > 0; --t) {
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int i = last - k;
+        if (i >= 0 && inside) {
+          rows[k] = *reinterpret_cast<const Vector<T, N>*>(x + i * a.h);
+          gradients[k] = *reinterpret_cast<const Vector<T, N>*>(g + i * a.h);
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          ahead[t][n] = ahead[t - 1][n];
+          for (int t = 0; t < kTaps; ++t) {
+            if (t < taps && i + t < j) {
+              coefficients[k][t] = delta[(i + t) * a.delta_row_stride + t * a.groups];
+            }
+          }
         }
       }
-      float here[N];
 #pragma unroll
-      for (int n = 0; n < N; ++n) {
-        here[n] = ahead[0][n] = 0;
-      }
-      if (inside) {
-        load(here, x + i * a.h);
-        load(ahead[0], g + i * a.h);
-      }
-      float sum[N] = {};
+      for (int k = 0; k < kAtOnce; ++k) {
+        const int i = last - k;
+        if (i < 0) {
+          break;
+        }
 #pragma unroll
-      for (int t = 0; t < kTaps; ++t) {
-        if (t < taps && i + t < j) {
-          const int64_t place = static_cast<int64_t>(i + t);
-          const float d = inside ? to_float(delta[place * a.delta_row_stride + t * a.groups]) : 0.0f;
-          float dot = 0;
+        for (int t = kTaps - 1; t > 0; --t) {
 #pragma unroll
           for (int n = 0; n < N; ++n) {
-            const float product = ahead[t][n] * here[n];
-            dot += product;
-            base_sum[t][n] += product;
-            sum[n] += (base[t][n] + d) * ahead[t][n];
-          }
-          dot = group_sum(dot, lanes);
-          if (writes) {
-            grad_delta[(place * a.taps + t) * a.groups] = from_float<T>(dot);
+            ahead[t][n] = ahead[t - 1][n];
           }
         }
-        if (t < taps && i < t && writes) {
-          grad_delta[(static_cast<int64_t>(i) * a.taps + t) * a.groups] = from_float<T>(0.0f);  // the tap lies before the block
+        float here[N], sum[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          here[n] = inside ? to_float(rows[k].at[n]) : 0.0f;
+          ahead[0][n] = inside ? to_float(gradients[k].at[n]) : 0.0f;
+          sum[n] = 0;
         }
-      }
-      if (inside) {
-        store(grad_x + i * a.h, sum);
+#pragma unroll
+        for (int t = 0; t < kTaps; ++t) {
+          if (t < taps && i + t < j) {
+            const int64_t place = static_cast<int64_t>(i + t);
+            const float d = inside ? to_float(coefficients[k][t]) : 0.0f;
+            float dot = 0;
+#pragma unroll
+            for (int n = 0; n < N; ++n) {
+              const float product = ahead[t][n] * here[n];
+              dot += product;
+              base_sum[t][n] += product;
+              sum[n] += (base[t][n] + d) * ahead[t][n];
+            }
+            dot = group_sum(dot, lanes);
+            if (writes) {
+              grad_delta[(place * a.taps + t) * a.groups] = from_float<T>(dot);
+            }
+          }
+          if (t < taps && i < t && writes) {
+            grad_delta[(static_cast<int64_t>(i) * a.taps + t) * a.groups] = from_float<T>(0.0f);  // the tap lies before the block
+          }
+        }
+        if (inside) {
+          store(grad_x + i * a.h, sum);
+        }
       }
     }
   }
@@ -171,7 +214,12 @@ Error forward(const GroupedConvolution& a, cudaStream_t stream) {
     part.delta_rtc = static_cast<const T*>(a.delta_rtc) + row * a.delta_row_stride;
     part.y_rh = static_cast<T*>(a.y_rh) + row * a.h;
     const int64_t count = blocks - begin < kMost ? blocks - begin : kMost;
-    forward_kernel<T, N><<<dim3(static_cast<unsigned>(columns), static_cast<unsigned>(count)), kThreads, 0, stream>>>(part);
+    const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(count));
+    if (a.taps <= 2) {
+      forward_kernel<T, N, 2><<<grid, kThreads, 0, stream>>>(part);
+    } else {
+      forward_kernel<T, N, kMostTaps><<<grid, kThreads, 0, stream>>>(part);
+    }
     if (Error error = last_error()) {
       return error;
     }
@@ -182,7 +230,12 @@ Error forward(const GroupedConvolution& a, cudaStream_t stream) {
 template <class T, int N>
 Error backward(const GroupedConvolution& a, cudaStream_t stream) {
   const int64_t columns = (a.h / N + kThreads - 1) / kThreads, partials = convolution_partials(a.rows / a.block_size);
-  backward_kernel<T, N><<<dim3(static_cast<unsigned>(columns), static_cast<unsigned>(partials)), kThreads, 0, stream>>>(a);
+  const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(partials));
+  if (a.taps <= 2) {
+    backward_kernel<T, N, 2><<<grid, kThreads, 0, stream>>>(a);
+  } else {
+    backward_kernel<T, N, kMostTaps><<<grid, kThreads, 0, stream>>>(a);
+  }
   if (Error error = last_error()) {
     return error;
   }

@@ -7,20 +7,21 @@ namespace {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kPairs = 2;   // of 64 elements: f up to 128
-constexpr int kRest = 4;    // of 64 elements: what is not rotated, up to 256
+constexpr int kHeads = 4;   // of a warp in flight together
 
-// One head in a lane's registers. Element k of `first` and `second` are the two sides of a rotated pair.
+// One head in a lane's registers. Element k of `first` and `second` are the two sides of a rotated pair. Two sizes are built: pairs in 64 elements and nothing else (f up
+// to 64, e = 2 f), and pairs in 128 with up to 256 elements that are not rotated.
+template <int kPairs, int kRest>
 struct Head {
-  float first[kPairs][2], second[kPairs][2], rest[kRest][2];
+  float first[kPairs][2], second[kPairs][2], rest[kRest > 0 ? kRest : 1][2];
 };
 
-template <class T>
+template <class T, int kPairs, int kRest>
 struct Lane {
   int lane, f, e;
 
   template <class Body>
-  __device__ void each(Head& head, Body&& body) const {
+  __device__ void each(Head<kPairs, kRest>& head, Body&& body) const {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       const int i = 64 * k + 2 * lane;
@@ -29,7 +30,7 @@ struct Lane {
         body(f + i, head.second[k]);
       }
     }
-    if (2 * f < e) {
+    if (kRest > 0 && 2 * f < e) {
 #pragma unroll
       for (int k = 0; k < kRest; ++k) {
         const int i = 2 * f + 64 * k + 2 * lane;
@@ -39,14 +40,15 @@ struct Lane {
       }
     }
   }
-  __device__ void read(Head& head, const T* from) const {
+  __device__ void read(Head<kPairs, kRest>& head, const T* from) const {
     each(head, [&](int i, float (&pair)[2]) { load(pair, from + i); });
   }
-  __device__ void write(T* to, Head& head) const {
+  __device__ void write(T* to, Head<kPairs, kRest>& head) const {
     each(head, [&](int i, float (&pair)[2]) { store(to + i, pair); });
   }
 };
 
+template <int kPairs>
 struct Angles {
   float cos[kPairs][2], sin[kPairs][2];
 
@@ -62,8 +64,8 @@ struct Angles {
     }
   }
   // Turns by the angles, or back.
-  template <bool kBack>
-  __device__ void turn(Head& head, int lane, int f) const {
+  template <bool kBack, int kRest>
+  __device__ void turn(Head<kPairs, kRest>& head, int lane, int f) const {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       if (64 * k + 2 * lane < f) {
@@ -78,48 +80,58 @@ struct Angles {
   }
 };
 
-template <class T>
+template <class T, int kPairs, int kRest>
 __global__ void __launch_bounds__(kThreads) forward_kernel(HeadNormRope a) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int f = static_cast<int>(a.f), e = static_cast<int>(a.e);
-  const Lane<T> on{lane, f, e};
+  const Lane<T, kPairs, kRest> on{lane, f, e};
   const int64_t row = blockIdx.x;
-  Angles angles;
+  Angles<kPairs> angles;
   angles.read(a, row, lane);
   const T* weight_e = static_cast<const T*>(a.weight_e);
-  Head weight;
+  Head<kPairs, kRest> weight;
   if (weight_e != nullptr) {
     on.read(weight, weight_e);
   }
-  for (int64_t head = warp; head < a.heads; head += kWarps) {
-    const int64_t place = row * a.heads + head;
-    Head x;
-    on.read(x, static_cast<const T*>(a.x_rne) + place * e);
-    if (weight_e != nullptr) {
-      float squares = 0;
-      on.each(x, [&](int, float (&pair)[2]) { squares += pair[0] * pair[0] + pair[1] * pair[1]; });
-      const float inverse = rsqrtf(warp_sum(squares) / static_cast<float>(e) + static_cast<float>(a.eps));
-      if (lane == 0) {
-        a.inverse_rn[place] = inverse;
-      }
+  for (int64_t first = warp; first < a.heads; first += kWarps * kHeads) {
+    Head<kPairs, kRest> heads[kHeads];
 #pragma unroll
-      for (int k = 0; k < kPairs; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          x.first[k][i] *= inverse * weight.first[k][i];
-          x.second[k][i] *= inverse * weight.second[k][i];
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kRest; ++k) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          x.rest[k][i] *= inverse * weight.rest[k][i];
-        }
+    for (int i = 0; i < kHeads; ++i) {
+      if (first + i * kWarps < a.heads) {
+        on.read(heads[i], static_cast<const T*>(a.x_rne) + (row * a.heads + first + i * kWarps) * e);
       }
     }
-    angles.turn<false>(x, lane, f);
-    on.write(static_cast<T*>(a.y_rne) + place * e, x);
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      if (first + i * kWarps >= a.heads) {
+        break;
+      }
+      const int64_t place = row * a.heads + first + i * kWarps;
+      Head<kPairs, kRest>& x = heads[i];
+      if (weight_e != nullptr) {
+        float squares = 0;
+        on.each(x, [&](int, float (&pair)[2]) { squares += pair[0] * pair[0] + pair[1] * pair[1]; });
+        const float inverse = rsqrtf(warp_sum(squares) / static_cast<float>(e) + static_cast<float>(a.eps));
+        if (lane == 0) {
+          a.inverse_rn[place] = inverse;
+        }
+        const auto scale = [&](float (&value)[2], const float (&w)[2]) {
+          value[0] *= inverse * w[0];
+          value[1] *= inverse * w[1];
+        };
+#pragma unroll
+        for (int k = 0; k < kPairs; ++k) {
+          scale(x.first[k], weight.first[k]);
+          scale(x.second[k], weight.second[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < kRest; ++k) {
+          scale(x.rest[k], weight.rest[k]);
+        }
+      }
+      angles.template turn<false>(x, lane, f);
+      on.write(static_cast<T*>(a.y_rne) + place * e, x);
+    }
   }
 }
 
@@ -128,70 +140,87 @@ __device__ inline void add_unit(float (&sum)[2], const float (&g)[2], const floa
   sum[1] += g[1] * x[1] * inverse;
 }
 
-template <class T>
+template <class T, int kPairs, int kRest>
 __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
   __shared__ float sums[kWarps][256];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int f = static_cast<int>(a.f), e = static_cast<int>(a.e);
-  const Lane<T> on{lane, f, e};
+  const Lane<T, kPairs, kRest> on{lane, f, e};
+  constexpr int kAtOnce = kHeads / 2;
   const T* weight_e = static_cast<const T*>(a.weight_e);
-  Head weight, total;
+  Head<kPairs, kRest> weight, total;
   if (weight_e != nullptr) {
     on.read(weight, weight_e);
   }
   on.each(total, [](int, float (&pair)[2]) { pair[0] = pair[1] = 0; });
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    Angles angles;
+    Angles<kPairs> angles;
     angles.read(a, row, lane);
-    for (int64_t head = warp; head < a.heads; head += kWarps) {
-      const int64_t place = row * a.heads + head;
-      Head g;
-      on.read(g, static_cast<const T*>(a.grad_y_rne) + place * e);
-      angles.turn<true>(g, lane, f);
-      if (weight_e != nullptr) {
-        Head x;
-        on.read(x, static_cast<const T*>(a.x_rne) + place * e);
-        const float inverse = a.inverse_rn[place];
-        float along = 0;
-        const auto first = [&](float (&sum)[2], float (&gradient)[2], const float (&value)[2], const float (&w)[2]) {
-          add_unit(sum, gradient, value, inverse);
+    for (int64_t begin = warp; begin < a.heads; begin += kWarps * kAtOnce) {
+      Head<kPairs, kRest> gradients[kAtOnce], values[kAtOnce];
+      float inverses[kAtOnce];
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            gradient[i] *= w[i];
-            along += gradient[i] * value[i] * inverse;
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t place = row * a.heads + begin + i * kWarps;
+        if (begin + i * kWarps < a.heads) {
+          on.read(gradients[i], static_cast<const T*>(a.grad_y_rne) + place * e);
+          if (weight_e != nullptr) {
+            on.read(values[i], static_cast<const T*>(a.x_rne) + place * e);
+            inverses[i] = a.inverse_rn[place];
           }
-        };
-#pragma unroll
-        for (int k = 0; k < kPairs; ++k) {
-          if (64 * k + 2 * lane < f) {
-            first(total.first[k], g.first[k], x.first[k], weight.first[k]);
-            first(total.second[k], g.second[k], x.second[k], weight.second[k]);
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kRest; ++k) {
-          if (2 * f + 64 * k + 2 * lane < e) {
-            first(total.rest[k], g.rest[k], x.rest[k], weight.rest[k]);
-          }
-        }
-        along = warp_sum(along) / static_cast<float>(e);
-        const auto second = [&](float (&gradient)[2], const float (&value)[2]) {
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            gradient[i] = (gradient[i] - value[i] * inverse * along) * inverse;
-          }
-        };
-#pragma unroll
-        for (int k = 0; k < kPairs; ++k) {
-          second(g.first[k], x.first[k]);
-          second(g.second[k], x.second[k]);
-        }
-#pragma unroll
-        for (int k = 0; k < kRest; ++k) {
-          second(g.rest[k], x.rest[k]);
         }
       }
-      on.write(static_cast<T*>(a.grad_x_rne) + place * e, g);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (begin + i * kWarps >= a.heads) {
+          break;
+        }
+        const int64_t place = row * a.heads + begin + i * kWarps;
+        Head<kPairs, kRest>&g = gradients[i], &x = values[i];
+        angles.template turn<true>(g, lane, f);
+        if (weight_e != nullptr) {
+          const float inverse = inverses[i];
+          float along = 0;
+          const auto first = [&](float (&sum)[2], float (&gradient)[2], const float (&value)[2], const float (&w)[2]) {
+            add_unit(sum, gradient, value, inverse);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              gradient[n] *= w[n];
+              along += gradient[n] * value[n] * inverse;
+            }
+          };
+#pragma unroll
+          for (int k = 0; k < kPairs; ++k) {
+            if (64 * k + 2 * lane < f) {
+              first(total.first[k], g.first[k], x.first[k], weight.first[k]);
+              first(total.second[k], g.second[k], x.second[k], weight.second[k]);
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < kRest; ++k) {
+            if (2 * f + 64 * k + 2 * lane < e) {
+              first(total.rest[k], g.rest[k], x.rest[k], weight.rest[k]);
+            }
+          }
+          along = warp_sum(along) / static_cast<float>(e);
+          const auto second = [&](float (&gradient)[2], const float (&value)[2]) {
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              gradient[n] = (gradient[n] - value[n] * inverse * along) * inverse;
+            }
+          };
+#pragma unroll
+          for (int k = 0; k < kPairs; ++k) {
+            second(g.first[k], x.first[k]);
+            second(g.second[k], x.second[k]);
+          }
+#pragma unroll
+          for (int k = 0; k < kRest; ++k) {
+            second(g.rest[k], x.rest[k]);
+          }
+        }
+        on.write(static_cast<T*>(a.grad_x_rne) + place * e, g);
+      }
     }
   }
   if (a.grad_weight_e == nullptr) {
@@ -211,30 +240,43 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
   }
 }
 
-}  // namespace
+bool is_small(const HeadNormRope& a) { return a.f <= 64 && a.e == 2 * a.f; }
 
-Error head_norm_rope_forward(const HeadNormRope& a, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  if (a.type == Type::bfloat16) {
-    forward_kernel<bf16><<<static_cast<unsigned>(a.rows), kThreads, 0, on>>>(a);
+template <class T>
+Error forward(const HeadNormRope& a, cudaStream_t stream) {
+  const auto grid = static_cast<unsigned>(a.rows);
+  if (is_small(a)) {
+    forward_kernel<T, 1, 0><<<grid, kThreads, 0, stream>>>(a);
   } else {
-    forward_kernel<float><<<static_cast<unsigned>(a.rows), kThreads, 0, on>>>(a);
+    forward_kernel<T, 2, 4><<<grid, kThreads, 0, stream>>>(a);
   }
   return last_error();
 }
 
-Error head_norm_rope_backward(const HeadNormRope& a, void* stream) {
-  const auto on = static_cast<cudaStream_t>(stream);
-  const int64_t grid = head_norm_partials(a.rows);
-  if (a.type == Type::bfloat16) {
-    backward_kernel<bf16><<<static_cast<unsigned>(grid), kThreads, 0, on>>>(a);
+template <class T>
+Error backward(const HeadNormRope& a, cudaStream_t stream) {
+  const auto grid = static_cast<unsigned>(head_norm_partials(a.rows));
+  if (is_small(a)) {
+    backward_kernel<T, 1, 0><<<grid, kThreads, 0, stream>>>(a);
   } else {
-    backward_kernel<float><<<static_cast<unsigned>(grid), kThreads, 0, on>>>(a);
+    backward_kernel<T, 2, 4><<<grid, kThreads, 0, stream>>>(a);
   }
   if (Error error = last_error()) {
     return error;
   }
-  return a.grad_weight_e == nullptr ? nullptr : sum_partials(a.type, a.partial_pe, grid, a.e, a.grad_weight_e, on);
+  return a.grad_weight_e == nullptr ? nullptr : sum_partials(a.type, a.partial_pe, grid, a.e, a.grad_weight_e, stream);
+}
+
+}  // namespace
+
+Error head_norm_rope_forward(const HeadNormRope& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  return a.type == Type::bfloat16 ? forward<bf16>(a, on) : forward<float>(a, on);
+}
+
+Error head_norm_rope_backward(const HeadNormRope& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  return a.type == Type::bfloat16 ? backward<bf16>(a, on) : backward<float>(a, on);
 }
 
 }  // namespace sf::cuda

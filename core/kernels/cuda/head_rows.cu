@@ -209,7 +209,53 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
   }
 }
 
+// sign(p - q) with q of the teacher's logit z.
+__device__ inline float sign_of_difference(float p, float z, float teacher_log_sum_exp) {
+  const float q = exp2f((z - teacher_log_sum_exp) * kLog2E);
+  return p > q ? 1.0f : (p < q ? -1.0f : 0.0f);
+}
+
 template <class T, int N>
+__global__ void __launch_bounds__(kThreads) distance_kernel(HeadDistance a) {
+  __shared__ float scratch[32];
+  const int64_t state = a.teacher_index_r[blockIdx.x];
+  const T* row = static_cast<const T*>(a.logits_rv) + static_cast<int64_t>(blockIdx.x) * a.v;
+  const T* teacher = static_cast<const T*>(a.teacher_tv) + state * a.v;
+  const float log_sum_exp = a.log_sum_exp_r[blockIdx.x], teacher_log_sum_exp = a.teacher_log_sum_exp_t[state];
+  float distance = 0, tilt = 0;
+  constexpr int kAtOnce = 2;
+  for (int64_t begin = static_cast<int64_t>(threadIdx.x) * N; begin < a.v; begin += static_cast<int64_t>(kThreads) * N * kAtOnce) {
+    float x[kAtOnce][N], z[kAtOnce][N];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
+      if (c < a.v) {
+        load(x[i], row + c);
+        load(z[i], teacher + c);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (begin + static_cast<int64_t>(i) * kThreads * N < a.v) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          const float p = exp2f((transform(x[i][n], a.multiplier, a.softcap) - log_sum_exp) * kLog2E);
+          const float q = exp2f((z[i][n] - teacher_log_sum_exp) * kLog2E);
+          distance += fabsf(p - q);
+          tilt += p > q ? p : (p < q ? -p : 0.0f);
+        }
+      }
+    }
+  }
+  distance = block_sum(distance, scratch);
+  tilt = block_sum(tilt, scratch);
+  if (threadIdx.x == 0) {
+    a.distance_r[blockIdx.x] = distance;
+    a.tilt_r[blockIdx.x] = tilt;
+  }
+}
+
+template <class T, int N, bool kTeacher>
 __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) {
   const int64_t r = blockIdx.x;
   T* row = static_cast<T*>(a.logits_rv) + r * a.v;
@@ -217,6 +263,15 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
   const float log_sum_exp = a.log_sum_exp_r[r];
   const int k = static_cast<int>(a.k), t = threadIdx.x;
   const int64_t label = a.labels_r[r];
+  const T* teacher = nullptr;
+  float grad_distance = 0, level = factor, teacher_log_sum_exp = 0;  // gradient: p * (level + grad_distance * sign(p - q))
+  if (kTeacher) {
+    const int64_t state = a.teacher_index_r[r];
+    teacher = static_cast<const T*>(a.teacher_tv) + state * a.v;
+    teacher_log_sum_exp = a.teacher_log_sum_exp_t[state];
+    grad_distance = a.grad_distance_r[r];
+    level = factor - grad_distance * a.tilt_r[r];
+  }
 
   // Columns with more than the softmax: candidates, and the label unless it is one of them. Formed before the row is overwritten.
   int64_t special = -1;
@@ -234,18 +289,23 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
     }
     if (special >= 0) {
       const float u = transform(to_float(row[special]), a.multiplier, a.softcap);
-      special_gradient = (factor * exp2f((u - log_sum_exp) * kLog2E) + add) * transform_slope(u, a.multiplier, a.softcap);
+      const float p = exp2f((u - log_sum_exp) * kLog2E);
+      const float sign = kTeacher ? sign_of_difference(p, to_float(teacher[special]), teacher_log_sum_exp) : 0.0f;
+      special_gradient = (p * (level + grad_distance * sign) + add) * transform_slope(u, a.multiplier, a.softcap);
     }
   }
   __syncthreads();
-  constexpr int kAtOnce = 4;
+  constexpr int kAtOnce = kTeacher ? 2 : 4;
   for (int64_t begin = static_cast<int64_t>(t) * N; begin < a.v; begin += static_cast<int64_t>(kThreads) * N * kAtOnce) {
-    float x[kAtOnce][N];
+    float x[kAtOnce][N], z[kAtOnce][N];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
       if (c < a.v) {
         load(x[i], row + c);
+        if (kTeacher) {
+          load(z[i], teacher + c);
+        }
       }
     }
 #pragma unroll
@@ -254,8 +314,9 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
       if (c < a.v) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float u = transform(x[i][n], a.multiplier, a.softcap);
-          x[i][n] = factor * exp2f((u - log_sum_exp) * kLog2E) * transform_slope(u, a.multiplier, a.softcap);
+          const float u = transform(x[i][n], a.multiplier, a.softcap), p = exp2f((u - log_sum_exp) * kLog2E);
+          const float sign = kTeacher ? sign_of_difference(p, z[i][n], teacher_log_sum_exp) : 0.0f;
+          x[i][n] = p * (level + grad_distance * sign) * transform_slope(u, a.multiplier, a.softcap);
         }
         store(row + c, x[i]);
       }
@@ -275,7 +336,17 @@ Error forward(const HeadRowsForward& a, cudaStream_t stream) {
 
 template <class T, int N>
 Error backward(const HeadRowsBackward& a, cudaStream_t stream) {
-  backward_kernel<T, N><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  if (a.grad_distance_r != nullptr) {
+    backward_kernel<T, N, true><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  } else {
+    backward_kernel<T, N, false><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  }
+  return last_error();
+}
+
+template <class T, int N>
+Error distance(const HeadDistance& a, cudaStream_t stream) {
+  distance_kernel<T, N><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
   return last_error();
 }
 
@@ -297,6 +368,15 @@ Error head_rows_backward(const HeadRowsBackward& a, void* stream) {
     return aligned && a.v % 8 == 0 ? backward<bf16, 8>(a, on) : backward<bf16, 1>(a, on);
   }
   return aligned && a.v % 4 == 0 ? backward<float, 4>(a, on) : backward<float, 1>(a, on);
+}
+
+Error head_distance(const HeadDistance& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  const bool aligned = are_aligned(a.logits_rv, a.teacher_tv);
+  if (a.type == Type::bfloat16) {
+    return aligned && a.v % 8 == 0 ? distance<bf16, 8>(a, on) : distance<bf16, 1>(a, on);
+  }
+  return aligned && a.v % 4 == 0 ? distance<float, 4>(a, on) : distance<float, 1>(a, on);
 }
 
 }  // namespace sf::cuda

@@ -141,6 +141,26 @@ struct HeadRowsBackward {
   const float* grad_nll_r;     // null: zero
   const int64_t* ids_rk;
   const float* grad_values_rk;
+  // null, or the gradient of the distance to a teacher: + d/d distance * p * (sign(p - q) - tilt)
+  const float* grad_distance_r;
+  const float* tilt_r;
+  const void* teacher_tv;
+  const float* teacher_log_sum_exp_t;
+  const int64_t* teacher_index_r;
+};
+
+/// How far the distributions p of rows of logits are from those of a teacher, q = softmax(teacher[index]): one read of both.
+struct HeadDistance {
+  Type type;
+  int64_t r, v;
+  float multiplier, softcap;   // of the rows; the teacher's logits count as they are
+  const void* logits_rv;
+  const float* log_sum_exp_r;
+  const void* teacher_tv;
+  const float* teacher_log_sum_exp_t;
+  const int64_t* teacher_index_r;
+  float* distance_r;           // sum over v of |p - q|
+  float* tilt_r;               // sum over v of p * sign(p - q)
 };
 
 /// table[ids[i]] += rows[order[i]] for ids sorted in ascending order, a run of equal ids summed in order.
@@ -196,15 +216,16 @@ struct Launchers {
   Error (*block_attention_backward)(const BlockAttention&, void* stream);
   Error (*head_rows_forward)(const HeadRowsForward&, void* stream);
   Error (*head_rows_backward)(const HeadRowsBackward&, void* stream);
+  Error (*head_distance)(const HeadDistance&, void* stream);
   Error (*segment_sum)(const SegmentSum&, void* stream);
   Error (*adamw)(const Adamw&, void* stream);
   Error (*accumulate_product)(const AccumulateProduct&, void* stream);
 };
 
 // Rows of the workspaces above: numbers of partial sums, from shapes alone.
-constexpr int64_t rms_norm_partials(int64_t r) { return r < 264 ? r : 264; }
+constexpr int64_t rms_norm_partials(int64_t r) { return r < 528 ? r : 528; }
 constexpr int64_t head_norm_partials(int64_t rows) { return rows < 1056 ? rows : 1056; }
-constexpr int64_t convolution_partials(int64_t blocks) { return blocks < 264 ? blocks : 264; }
+constexpr int64_t convolution_partials(int64_t blocks) { return blocks < 396 ? blocks : 396; }
 constexpr int64_t attention_splits() { return 2; }
 constexpr int64_t kSegmentRows = 64;
 constexpr int64_t kHeadCandidates = 32;

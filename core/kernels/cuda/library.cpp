@@ -16,6 +16,7 @@ extern "C" __attribute__((visibility("default"))) const sf::cuda::Launchers* sf_
       .block_attention_backward = block_attention_backward,
       .head_rows_forward = head_rows_forward,
       .head_rows_backward = head_rows_backward,
+      .head_distance = head_distance,
       .segment_sum = segment_sum,
       .adamw = adamw,
       .accumulate_product = accumulate_product,

@@ -70,13 +70,20 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
     const T* g = static_cast<const T*>(a.grad_y_rh) + row * a.h;
     const float inverse = a.inverse_r[row];
     float along = 0;
+    float vx[N], vg[N], vw[N], vs[N];  // a row that fits the block is read once
+    const auto read = [&](int64_t c) {
+      load(vx, x + c);
+      load(vg, g + c);
+      load(vw, weight + c);
+    };
+    const auto column = [&](int k) { return (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N; };
+    const bool stays = rounds == 1 && column(0) < a.h;
+    if (stays && a.grad_sum_rh != nullptr) {
+      load(vs, static_cast<const T*>(a.grad_sum_rh) + row * a.h + column(0));
+    }
     for (int k = 0; k < rounds; ++k) {
-      const int64_t c = (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N;
-      if (c < a.h) {
-        float vx[N], vg[N], vw[N];
-        load(vx, x + c);
-        load(vg, g + c);
-        load(vw, weight + c);
+      if (column(k) < a.h) {
+        read(column(k));
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           const float unit = vx[i] * inverse;
@@ -89,21 +96,19 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
     }
     along = block_sum(along, scratch) / static_cast<float>(a.h);
     for (int k = 0; k < rounds; ++k) {
-      const int64_t c = (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N;
+      const int64_t c = column(k);
       if (c < a.h) {
-        float vx[N], vg[N], vw[N];
-        load(vx, x + c);
-        load(vg, g + c);
-        load(vw, weight + c);
+        if (!stays) {
+          read(c);
+          if (a.grad_sum_rh != nullptr) {
+            load(vs, static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
+          }
+        }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           vg[i] = (vg[i] * vw[i] - vx[i] * inverse * along) * inverse;
-        }
-        if (a.grad_sum_rh != nullptr) {
-          load(vw, static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            vg[i] += vw[i];
+          if (a.grad_sum_rh != nullptr) {
+            vg[i] += vs[i];
           }
         }
         store(static_cast<T*>(a.grad_x_rh) + row * a.h + c, vg);
