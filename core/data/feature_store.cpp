@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 
 namespace sf {
 
@@ -84,6 +85,29 @@ void cut(TensorView& view, int64_t tokens) {
   view.bytes =
       view.bytes.first(view.bytes.size() / static_cast<size_t>(view.shape[0]) * static_cast<size_t>(tokens));
   view.shape[0] = tokens;
+}
+
+// Some layers of a tensor that has more, or has them in another order.
+TensorView take_columns(const TensorView& view, const std::vector<int64_t>& parts, int64_t part_width) {
+  const auto tokens = static_cast<size_t>(view.shape[0]);
+  const auto part_bytes = static_cast<size_t>(part_width * bytes_of(view.dtype));
+  const size_t from_row = view.bytes.size() / tokens;
+  const size_t to_row = part_bytes * parts.size();
+  auto bytes = std::make_shared<std::vector<std::byte>>(tokens * to_row);
+  for (size_t t = 0; t < tokens; ++t) {
+    for (size_t i = 0; i < parts.size();) {
+      size_t count = 1;  // neighbours go together
+      while (i + count < parts.size() && parts[i + count] == parts[i] + static_cast<int64_t>(count)) ++count;
+      std::memcpy(bytes->data() + t * to_row + i * part_bytes,
+                  view.bytes.data() + t * from_row + static_cast<size_t>(parts[i]) * part_bytes, count * part_bytes);
+      i += count;
+    }
+  }
+  TensorView result = view;
+  result.shape[1] = static_cast<int64_t>(parts.size()) * part_width;
+  result.bytes = std::span<const std::byte>(*bytes);
+  result.owner = bytes;
+  return result;
 }
 
 constexpr const char* kAgainHint = "capture the features again, or take the file out of the folder";
@@ -164,7 +188,7 @@ class ShardedStore final : public FeatureStore {
     int64_t record, start, length;
   };
 
-  void check_manifest(const FeatureManifest& manifest, const std::filesystem::path& path) const {
+  void check_manifest(const FeatureManifest& manifest, const std::filesystem::path& path) {
     const std::string found = manifest.target_fingerprint();
     if (!needs_.target_fingerprint.empty() && found != needs_.target_fingerprint) {
       throw Error(ExitCode::kData,
@@ -174,29 +198,68 @@ class ShardedStore final : public FeatureStore {
                   "capture features of this target, or name the target that they come from");
     }
     for (const FeatureNeed& need : needs_.features) {
-      const FeatureTensor* feature = nullptr;
-      std::string keys;
-      for (const FeatureTensor& candidate : manifest.features) {
-        if (candidate.key == need.key) feature = &candidate;
-        keys += (keys.empty() ? "" : ", ") + candidate.key;
-      }
-      if (feature == nullptr) {
-        if (need.optional) continue;
-        throw Error(ExitCode::kData,
-                    format("{}: there is no feature '{}'; there are: {}", path, need.key, keys),
-                    "capture the features for this algorithm");
-      }
-      if (!need.layer_ids.empty() && feature->layer_ids != need.layer_ids) {
-        throw Error(ExitCode::kData,
-                    format("{}: '{}' was captured at layers {}, the draft reads layers {}", path, need.key,
-                           feature->layer_ids, need.layer_ids),
-                    "capture again, or set model.target_layer_ids to the captured ones");
-      }
-      if (need.last_state && !feature->last_state) {
-        throw Error(ExitCode::kData, format("{}: '{}' is not the target's last state", path, need.key),
-                    "capture the features again");
+      if (const FeatureTensor* feature = find(manifest, need)) {
+        sources_[need.key] = source(*feature, need);
+      } else if (!need.optional) {
+        refuse(manifest, path, need);
       }
     }
+  }
+
+  // The stored tensor that has what is needed: of that name if it fits, else the one with the fewest layers.
+  static const FeatureTensor* find(const FeatureManifest& manifest, const FeatureNeed& need) {
+    const bool by_name = need.layer_ids.empty() && !need.last_state;
+    const FeatureTensor* found = nullptr;
+    for (const FeatureTensor& candidate : manifest.features) {
+      const auto has = [&](int64_t id) {
+        return std::find(candidate.layer_ids.begin(), candidate.layer_ids.end(), id) != candidate.layer_ids.end();
+      };
+      const bool fits = by_name           ? candidate.key == need.key
+                        : need.last_state ? candidate.last_state
+                                          : std::all_of(need.layer_ids.begin(), need.layer_ids.end(), has);
+      if (!fits) continue;
+      if (found == nullptr || candidate.key == need.key ||
+          (found->key != need.key && candidate.layer_ids.size() < found->layer_ids.size()))
+        found = &candidate;
+    }
+    return found;
+  }
+
+  static Source source(const FeatureTensor& feature, const FeatureNeed& need) {
+    if (need.layer_ids.empty() || feature.layer_ids == need.layer_ids) return {feature.key, need.width};
+    Source result{feature.key, feature.width};
+    result.part_width = feature.width / static_cast<int64_t>(feature.layer_ids.size());
+    for (const int64_t id : need.layer_ids) {
+      result.parts.push_back(std::find(feature.layer_ids.begin(), feature.layer_ids.end(), id) - feature.layer_ids.begin());
+    }
+    return result;
+  }
+
+  [[noreturn]] static void refuse(const FeatureManifest& manifest, const std::filesystem::path& path, const FeatureNeed& need) {
+    std::string there;
+    std::vector<int64_t> missing = need.layer_ids;
+    for (const FeatureTensor& feature : manifest.features) {
+      there += format("{}'{}' ({})", there.empty() ? "" : ", ", feature.key,
+                      feature.last_state ? std::string("the last state") : format("layers {}", feature.layer_ids));
+      // What the tensor lacks that lacks the least.
+      std::vector<int64_t> lacking;
+      for (const int64_t id : need.layer_ids) {
+        if (std::find(feature.layer_ids.begin(), feature.layer_ids.end(), id) == feature.layer_ids.end()) lacking.push_back(id);
+      }
+      if (lacking.size() < missing.size()) missing = lacking;
+    }
+    if (need.last_state) {
+      throw Error(ExitCode::kData,
+                  format("{}: the target's last state, which the draft reads as '{}', was not captured; there are: {}", path, need.key, there),
+                  "capture again with this recipe, or with sf-host capture --for naming all algorithms that are to read it");
+    }
+    if (!need.layer_ids.empty()) {
+      throw Error(ExitCode::kData,
+                  format("{}: the draft reads layers {} as '{}', and layers {} were not captured; there are: {}", path, need.layer_ids, need.key,
+                         missing, there),
+                  "capture again with this recipe (sf-host capture --for takes what several algorithms read), or set model.target_layer_ids to captured ones");
+    }
+    throw Error(ExitCode::kData, format("{}: there is no feature '{}'; there are: {}", path, need.key, there), "capture the features for this algorithm");
   }
 
   // A type that was changed in the header alone would give wrong numbers without a word.
@@ -264,6 +327,12 @@ class ShardedStore final : public FeatureStore {
     }
   }
 
+  [[nodiscard]] Source source_of(const FeatureNeed& need) const override {
+    const auto found = sources_.find(need.key);
+    return found == sources_.end() ? FeatureStore::source_of(need) : found->second;
+  }
+
+  std::map<std::string, Source> sources_;  // by the key of the need
   std::vector<Shard> shards_;
   std::vector<Place> records_;
   std::string fingerprint_;
@@ -416,20 +485,24 @@ std::vector<TensorView> FeatureStore::checked(int64_t index, const std::vector<F
   }
 
   for (const FeatureNeed& need : wanted) {
-    if (need.optional && take(need.key) == nullptr) continue;
-    TensorView view = required(need.key);
+    const Source source = source_of(need);
+    if (need.optional && take(source.key) == nullptr) continue;
+    TensorView view = required(source.key);
     drop_leading_one(view, 2);
     if (!is_floating(view.dtype)) {
       throw refuse(format("'{}' is {}, a floating type expected", need.key, dtype_name(view.dtype)));
     }
-    if (view.shape.size() != 2 || view.shape[0] != tokens || view.shape[1] != need.width) {
+    if (view.shape.size() != 2 || view.shape[0] != tokens || view.shape[1] != source.width ||
+        (!source.parts.empty() && static_cast<int64_t>(source.parts.size()) * source.part_width != need.width)) {
       throw refuse(format(
-          "'{}' has shape {}, [{}, {}] expected (tokens, {})", need.key, view.shape, tokens, need.width,
+          "'{}' has shape {}, [{}, {}] expected (tokens, {})", source.key, view.shape, tokens, need.width,
           need.layer_ids.empty() ? std::string("hidden_size")
                                  : format("{} layers x hidden_size {}", need.layer_ids.size(),
                                           need.width / static_cast<int64_t>(need.layer_ids.size()))));
     }
     if (needs_.max_length > 0) cut(view, needs_.max_length);
+    if (!source.parts.empty()) view = take_columns(view, source.parts, source.part_width);
+    view.name = need.key;
     if (const int64_t at = first_not_finite(view.dtype, view.bytes); at >= 0) {
       throw refuse(format("'{}' has a value that is not finite (NaN or infinity) at token {}, column {}",
                           need.key, at / need.width, at % need.width));

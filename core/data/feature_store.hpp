@@ -18,9 +18,10 @@
 
 namespace sf {
 
-/// A feature that an algorithm reads.
+/// A feature that an algorithm reads. In our own format it is served by what it is, layers or the last state, from any stored tensor that has it,
+/// whatever that one is called; the reference's files have names alone.
 struct FeatureNeed {
-  std::string key;                      // "hidden_states"
+  std::string key;                      // "hidden_states"; the view that record() returns has this name
   int64_t width = 0;                    // layers x hidden
   bool optional = false;                // left out of records that do not have it
   std::vector<int64_t> layer_ids = {};  // compared with the manifest where there is one
@@ -64,6 +65,15 @@ class FeatureStore {
   explicit FeatureStore(FeatureNeeds needs) : needs_(std::move(needs)) {}
   /// The record's tensors as stored, at least those of `needs_` that it has.
   [[nodiscard]] virtual std::vector<TensorView> stored(int64_t index) const = 0;
+
+  /// Where a feature is read from.
+  struct Source {
+    std::string key;                  // of the stored tensor
+    int64_t width = 0;                // of the stored tensor
+    std::vector<int64_t> parts = {};  // which of its columns, in units of `part_width`; empty: all as they stand
+    int64_t part_width = 0;
+  };
+  [[nodiscard]] virtual Source source_of(const FeatureNeed& need) const { return {need.key, need.width}; }
 
   FeatureNeeds needs_;
 

@@ -59,6 +59,47 @@ void check_devices(const Machine& machine, const ResolveRequest& request, const 
   }
 }
 
+const Manifest* manifest_of(const std::vector<Manifest>& all, const std::string& name) {
+  for (const Manifest& one : all) {
+    if (one.name == name) {
+      return &one;
+    }
+  }
+  return nullptr;
+}
+
+bool has_key(const std::vector<Option>& options, const std::string& key) {
+  return std::any_of(options.begin(), options.end(), [&](const Option& option) { return option.key == key; });
+}
+
+// The recipe of one algorithm read for another.
+void take_instead(const std::string& name, const Catalog& catalog, RawValues& raw) {
+  auto found = raw.find("algorithm.name");
+  const std::string own_name = found == raw.end() ? "" : found->second.node.string;
+  if (own_name == name) {
+    return;
+  }
+  const std::vector<Manifest> all = catalog.manifests();
+  const Manifest* own = manifest_of(all, own_name);
+  const Manifest* other = manifest_of(all, name);
+  const auto provides_blocks = [](const Manifest* manifest) {
+    return manifest != nullptr && std::count(manifest->provides.begin(), manifest->provides.end(), "draft-blocks") > 0;
+  };
+  const bool drafts_alike = provides_blocks(own) == provides_blocks(other);
+  std::erase_if(raw, [&](const auto& entry) {
+    const std::string& key = entry.first;
+    if (key == "model.draft_model_config") {
+      return true;
+    }
+    if (!drafts_alike && (key == "model.target_layer_ids" || key == "model.draft_num_hidden_layers" || key == "model.draft_block_size")) {
+      return true;
+    }
+    return own != nullptr && has_key(own->options, key) && !has_key(host_manifest().options, key) &&
+           (other == nullptr || !has_key(other->options, key));
+  });
+  raw["algorithm.name"] = raw_text(name, "--for");
+}
+
 std::vector<PlanPlugin> describe_stack(const Stack& stack) {
   std::vector<PlanPlugin> out;
   for (const StackMember& member : stack.members) {
@@ -115,6 +156,9 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
   apply_overrides(request.overrides, raw, problems);
   if (!request.backend.empty()) {
     apply_backend_flag(request.backend, catalog, raw, problems);
+  }
+  if (!request.instead.empty()) {
+    take_instead(request.instead, catalog, raw);
   }
   out.stack = pick_stack(raw, catalog, problems);
   std::vector<Manifest> manifests = out.stack.manifests();

@@ -21,6 +21,9 @@ struct ResolveRequest {
   std::vector<std::string> overrides = {};     // --set, in order
   std::string backend = {};                    // --backend; empty: as the recipe says
   std::vector<std::string> unsafe_paths = {};  // recorded in the plan
+  /// Another algorithm than the recipe's: keys that only the recipe's own knows are left out, and so are the draft's configuration and, where the two
+  /// do not draft in the same way, its layers and block size.
+  std::string instead = {};
   bool will_run = false;                // false: plan; a device that this machine lacks is then a warning
   std::optional<Machine> machine = {};  // for tests; else this machine
   std::string torch_variant = {};

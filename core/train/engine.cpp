@@ -37,6 +37,9 @@ class EngineLibrary final : public Engine {
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
     return on_ranks(context, [&](Ranks& ranks) { return sf::train(context, arguments, ranks); });
   }
+  std::vector<CaptureRead> reads(const EngineContext& context) override {
+    return guarded(context, [&] { return capture_reads(context); });
+  }
   Json capture(const EngineContext& context, const CaptureArguments& arguments) override {
     return guarded(context, [&] { return sf::capture(context, arguments); });
   }

@@ -44,8 +44,16 @@ struct TrainArguments {
   std::string init_from;    // weights only
 };
 
+/// A feature that an algorithm reads.
+struct CaptureRead {
+  std::string algorithm;
+  std::vector<int64_t> layer_ids;
+  bool last_state = false;
+};
+
 struct CaptureArguments {
   std::string split = "all";   // "train": data.train_data_path -> data.hidden_states_path, "eval": the eval pair, "all": what the recipe names
+  std::vector<CaptureRead> reads;  // of these algorithms instead of the recipe's, all layers in one tensor
 };
 
 struct EvalArguments {
@@ -84,6 +92,8 @@ class Engine {
   /// Each verb returns a summary for --json; readable lines go to the log. A stop request ends train and capture after the current window or
   /// batch with everything saved and "interrupted": true in the summary.
   virtual Json train(const EngineContext&, const TrainArguments&) = 0;
+  /// What the context's algorithm reads of the target's states.
+  virtual std::vector<CaptureRead> reads(const EngineContext&) = 0;
   virtual Json capture(const EngineContext&, const CaptureArguments&) = 0;
   virtual Json evaluate(const EngineContext&, const EvalArguments&) = 0;
   virtual Json export_draft(const EngineContext&, const ExportArguments&) = 0;

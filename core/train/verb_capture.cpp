@@ -1,4 +1,6 @@
 // The verb `capture`: the target's hidden states for the recipe's conversations, as far as the recipe's algorithm reads them.
+#include <algorithm>
+#include <iterator>
 #include <vector>
 
 #include "core/base/error.hpp"
@@ -20,14 +22,53 @@ struct Split {
 constexpr Split kSplits[] = {{"train", "data.train_data_path", "data.hidden_states_path"},
                              {"eval", "data.eval_data_path", "data.eval_hidden_states_path"}};
 
+// Names of a capture that several algorithms read; each of them asks by layers.
+constexpr const char* kSharedLayers = "hidden_states";
+constexpr const char* kSharedLastState = "target_last_hidden_states";
+
+// All layers that anybody reads, ascending, in one tensor, and the last state once.
+std::vector<CapturedFeature> shared_features(const std::vector<CaptureRead>& reads) {
+  std::vector<int64_t> layers;
+  bool last_state = false;
+  for (const CaptureRead& read : reads) {
+    log_info("capture for {}: {}", read.algorithm, read.last_state ? std::string("the last state") : format("layers {}", read.layer_ids));
+    layers.insert(layers.end(), read.layer_ids.begin(), read.layer_ids.end());
+    last_state = last_state || read.last_state;
+  }
+  std::sort(layers.begin(), layers.end());
+  layers.erase(std::unique(layers.begin(), layers.end()), layers.end());
+  std::vector<CapturedFeature> features;
+  if (!layers.empty()) {
+    features.push_back({.key = kSharedLayers, .layer_ids = layers});
+  }
+  if (last_state) {
+    features.push_back({.key = kSharedLastState, .last_state = true});
+  }
+  return features;
+}
+
 }  // namespace
+
+std::vector<CaptureRead> capture_reads(const EngineContext& context) {
+  std::string name;
+  for (const LoadedPlugin& plugin : context.plugins) {
+    name = plugin.kind == SF_KIND_ALGORITHM ? plugin.name : name;
+  }
+  std::vector<CaptureRead> reads;
+  for (const FeatureRead& read : algorithm_of(context).describe(model_facts(*context.plan)).reads) {
+    if (read.columns > 0 && !read.optional) {
+      reads.push_back({.algorithm = name, .layer_ids = read.layer_ids, .last_state = read.last_state});
+    }
+  }
+  return reads;
+}
 
 Json capture(const EngineContext& context, const CaptureArguments& arguments) {
   const Plan& plan = *context.plan;
   const Description description = algorithm_of(context).describe(model_facts(plan));
-  std::vector<CapturedFeature> features;
+  std::vector<CapturedFeature> features = shared_features(arguments.reads);
   for (const FeatureRead& read : description.reads) {
-    if (read.columns > 0 && !read.optional) {
+    if (arguments.reads.empty() && read.columns > 0 && !read.optional) {
       features.push_back({.key = read.name, .layer_ids = read.layer_ids, .last_state = read.last_state});
     }
   }

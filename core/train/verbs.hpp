@@ -16,6 +16,8 @@ struct Ranks;
 Json train(const EngineContext& context, const TrainArguments& arguments, Ranks& ranks);
 /// Runs the target over conversations and stores its hidden states.
 Json capture(const EngineContext& context, const CaptureArguments& arguments);
+/// What the context's algorithm reads of the target's states.
+std::vector<CaptureRead> capture_reads(const EngineContext& context);
 /// Loss, metrics and acceptance length on held-out features, beside the bigram baseline.
 Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& arguments);
 /// A folder that serving engines load.

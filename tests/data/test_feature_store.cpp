@@ -154,6 +154,48 @@ TEST_CASE("feature store: our format gives back what was written, over all shard
   CHECK(store->record_name(3) == (scratch.path() / "shard-2.safetensors").string() + ": record 1");
 }
 
+TEST_CASE("feature store: layers are served from a tensor that has more of them, in the order wanted, and the last state under any name") {
+  const Scratch scratch;
+  FeatureManifest manifest;
+  manifest.target.set("fingerprint", "0123456789abcdef");
+  manifest.features = {{.key = "hidden_states", .dtype = Dtype::kF32, .width = 8, .layer_ids = {1, 4, 6, 9}},
+                       {.key = "target_last_hidden_states", .dtype = Dtype::kF32, .width = 2, .last_state = true}};
+  const auto samples = make_samples(2);
+  manifest.tokens_sha256 = tokens_fingerprint(samples);
+  ShardWriter writer(scratch.path() / "shard-0.safetensors", manifest.features, samples, 0, manifest.recipe_fingerprint());
+  for (int64_t i = 0; i < 2; ++i) {
+    const auto tokens = static_cast<int64_t>(samples[static_cast<size_t>(i)].input_ids.size());
+    std::vector<float> states, last;
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int64_t c = 0; c < 8; ++c) states.push_back(static_cast<float>(100 * i + 10 * t + c));
+      for (int64_t c = 0; c < 2; ++c) last.push_back(static_cast<float>(-100 * i - 10 * t - c));
+    }
+    writer.put(i, 0, std::as_bytes(std::span(states)));
+    writer.put(i, 1, std::as_bytes(std::span(last)));
+  }
+  manifest.shards.push_back(writer.finish());
+  atomic_write(scratch.path() / kManifestName, manifest.to_json().dump(2));
+
+  const auto store = FeatureStore::open(scratch.path(), {.features = {{.key = "aux_hidden_state", .width = 6, .layer_ids = {9, 4, 6}},
+                                                                      {.key = "hidden_state", .width = 2, .last_state = true}}});
+  const std::vector<TensorView> record = store->record(1);
+  const auto view = [&](const char* key) {
+    for (const TensorView& one : record) {
+      if (one.name == key) return one;
+    }
+    FAIL("no " << key);
+    return record[0];
+  };
+  const std::vector<float> aux = floats(view("aux_hidden_state")), last = floats(view("hidden_state"));
+  CHECK(view("aux_hidden_state").shape[1] == 6);
+  CHECK(std::vector<float>(aux.begin(), aux.begin() + 6) == std::vector<float>{106, 107, 102, 103, 104, 105});
+  CHECK(std::vector<float>(aux.begin() + 6, aux.begin() + 12) == std::vector<float>{116, 117, 112, 113, 114, 115});
+  CHECK(std::vector<float>(last.begin(), last.begin() + 2) == std::vector<float>{-100, -101});
+  CHECK(record.size() == 4);  // ids and mask, too, and nothing that was not asked for
+  CHECK_THROWS_WITH_AS((void)FeatureStore::open(scratch.path(), {.features = {{.key = "hidden_states", .width = 4, .layer_ids = {1, 2}}}}),
+                       doctest::Contains("layers [2] were not captured"), Error);
+}
+
 TEST_CASE("feature store: max_length keeps the head of every tensor") {
   const Scratch scratch;
   write_store(scratch.path());
@@ -270,9 +312,18 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
        [](const Scratch&, FeatureNeeds& needs) {
          needs.features[0].layer_ids = {1, 5};
        },
-       "'hidden_states' was captured at layers [1, 4], the draft reads layers [1, 5]"},
-      {"another key", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].key = "aux_hidden_state"; },
-       "there is no feature 'aux_hidden_state'; there are: hidden_states"},
+       "the draft reads layers [1, 5] as 'hidden_states', and layers [5] were not captured; there are: 'hidden_states' (layers [1, 4])"},
+      {"no last state",
+       [](const Scratch&, FeatureNeeds& needs) {
+         needs.features.push_back({.key = "hidden_state", .width = 3, .last_state = true});
+       },
+       "the target's last state, which the draft reads as 'hidden_state', was not captured; there are: 'hidden_states' (layers [1, 4])"},
+      {"another key",
+       [](const Scratch&, FeatureNeeds& needs) {
+         needs.features[0].key = "aux_hidden_state";
+         needs.features[0].layer_ids.clear();
+       },
+       "there is no feature 'aux_hidden_state'; there are: 'hidden_states' (layers [1, 4])"},
       {"wrong width", [](const Scratch&, FeatureNeeds& needs) { needs.features[0].width = 8; },
        "shard-0.safetensors: record 0: 'hidden_states' has shape [2, 6], [2, 8] expected (tokens, 2 layers x "
        "hidden_size 4)"},

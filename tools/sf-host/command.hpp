@@ -26,6 +26,7 @@ struct Command {
   std::string checkpoint, features;       // eval, export
   std::string output;                     // export
   std::string split = "all";              // capture
+  std::string readers;                    // capture --for: algorithms and recipes, with commas
   std::string label, compare;             // bench
   std::vector<std::string> variants;      // bench matrix
   std::string mode = "step";              // bench: step, run

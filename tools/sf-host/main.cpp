@@ -135,6 +135,8 @@ po::options_description flags_of(const Verb& verb, Command& command) {
   }
   if (name == "capture") {
     add("split", po::value(&command.split)->value_name("train|eval|all"), "which records (default all)");
+    add("for", po::value(&command.readers)->value_name("NAME|RECIPE,..."),
+        "what several algorithms read, in one capture: names of algorithms, or recipes (*.toml) that say more");
   }
   if (name == "bench") {
     add("mode", po::value(&command.mode)->value_name("step|run"),

@@ -143,6 +143,7 @@ bool RunSession::plan(bool will_run) {
                          .overrides = command_.overrides,
                          .backend = command_.backend,
                          .unsafe_paths = command_.unsafe_paths,
+                         .instead = instead_,
                          .will_run = will_run,
                          .machine = {},
                          .torch_variant = SF_TORCH_VARIANT,

@@ -43,7 +43,8 @@ class RefusedRun : public std::exception {
 
 class RunSession {
  public:
-  explicit RunSession(const Command& command) : command_(command) {}
+  /// `instead`: the recipe is read for this algorithm (ResolveRequest::instead).
+  explicit RunSession(const Command& command, std::string instead = {}) : command_(command), instead_(std::move(instead)) {}
   RunSession(const RunSession&) = delete;
   RunSession& operator=(const RunSession&) = delete;
   ~RunSession();
@@ -69,6 +70,7 @@ class RunSession {
 
   const Command& command_;
   World world_;
+  std::string instead_;
   std::unique_ptr<Catalog> catalog_;
   std::optional<Resolution> resolution_;
   PluginRegistry registry_;
