@@ -1,6 +1,9 @@
 #include <doctest/doctest.h>
 
+#include <set>
+
 #include "plugins/algorithm/dspark/dspark.hpp"
+#include "plugins/algorithm/dspark/engines.hpp"
 #include "sf/error.hpp"
 #include "sf/json.hpp"
 #include "tests/dspark/naive_dspark.hpp"
@@ -132,4 +135,51 @@ TEST_CASE("dspark description: the last state is read only when a loss compares 
   CHECK(!reads_last_state(options, {{"dflash_config.enable_confidence_head", "false"}, {"dflash_config.confidence_head_with_markov", "false"}}));
   options.confidence_head_alpha = 0;
   CHECK(!reads_last_state(options, {}));
+}
+
+TEST_CASE("dspark export: each engine finds the keys and tensors that it reads, and is named only where it can serve the head") {
+  const auto exported = [](const std::map<std::string, std::string>& edits) {
+    sf::Dspark algorithm(DsparkOptions{});
+    ModelFacts facts;
+    facts.draft_config_json = tiny_dspark_config(edits);
+    (void)algorithm.describe(facts);
+    return algorithm.export_spec();
+  };
+  const sf::ExportSpec spec = exported({});
+  const Json config = Json::parse(spec.config_json);
+  std::set<std::string> names;
+  for (const sf::ParameterSpec& tensor : spec.tensors) {
+    names.insert(tensor.name);
+    for (const char* skipped : {"embed_tokens.", "lm_head.", "rotary_emb."}) {  // engines pass over these
+      CHECK(!tensor.name.starts_with(skipped));
+    }
+  }
+  for (const sf::EngineContract& engine : sf::kDsparkEngines) {
+    CAPTURE(engine.engine);
+    for (const char* key : engine.config_keys) {
+      CAPTURE(key);
+      const std::string text = key;
+      const size_t dot = text.find('.');
+      const Json& place = dot == std::string::npos ? config : config.at(text.substr(0, dot));
+      const Json* value = place.find(dot == std::string::npos ? text : text.substr(dot + 1));
+      REQUIRE(value != nullptr);
+      CHECK(!value->is_null());
+    }
+    CHECK(spec.engine_note.find(engine.start) != std::string::npos);
+  }
+  CHECK(config.at("architectures").at(size_t{0}).as_string() == "DSparkDraftModel");
+  CHECK(config.at("model_type").as_string() == "qwen3");
+  CHECK(config.at("markov_rank").as_int() == 3);
+  CHECK(config.at("enable_confidence_head").as_bool());
+  for (const char* name : {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_norm.weight",
+                           "layers.1.mlp.down_proj.weight", "markov_head.markov_w1.weight", "markov_head.markov_w2.weight",
+                           "confidence_head.proj.weight", "confidence_head.proj.bias"}) {
+    CAPTURE(name);
+    CHECK(names.count(name) == 1);
+  }
+  const std::string gated = exported({{"dflash_config.markov_head_type", "\"gated\""}}).engine_note;
+  CHECK(gated.find("vLLM: does not serve this Markov head") != std::string::npos);
+  CHECK(gated.find("SGLang: --speculative-algorithm DSPARK") != std::string::npos);
+  const std::string none = exported({{"dflash_config.markov_rank", "0"}, {"dflash_config.confidence_head_with_markov", "false"}}).engine_note;
+  CHECK(none.find("SGLang: does not serve a draft without a Markov head") != std::string::npos);
 }

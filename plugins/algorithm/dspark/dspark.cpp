@@ -1,11 +1,15 @@
 #include "plugins/algorithm/dspark/dspark.hpp"
 
+#include "plugins/algorithm/dspark/engines.hpp"
 #include "plugins/algorithm/dspark/metrics.hpp"
 #include "plugins/algorithm/dspark/objective_unit.hpp"
 #include "sdk/draft/block_rows.hpp"
 #include "sdk/draft/objective.hpp"
 
 #include <ATen/ATen.h>
+
+#include <algorithm>
+#include <string>
 
 namespace sf {
 namespace {
@@ -106,7 +110,13 @@ ExportSpec Dspark::export_spec() const {
   spec.config_json = config_.json;
   spec.required_config_keys = required_config_keys(config_);
   spec.tensors = draft::full_parameters(description_.units);
-  spec.engine_note = "SGLang: --speculative-algorithm DSPARK with --speculative-draft-model-path set to this folder";
+  for (const EngineContract& engine : kDsparkEngines) {
+    const bool serves = config_.markov_rank == 0
+                            ? !engine.needs_markov_head
+                            : std::any_of(engine.markov_heads.begin(), engine.markov_heads.end(), [&](const char* head) { return std::string(head) == name_of(config_.markov_head); });
+    spec.engine_note += std::string(spec.engine_note.empty() ? "" : "; ") + engine.engine + ": " +
+                        (serves ? engine.start : config_.markov_rank == 0 ? "does not serve a draft without a Markov head" : "does not serve this Markov head");
+  }
   return spec;
 }
 
