@@ -188,7 +188,8 @@ TEST_CASE("draft configuration: a fix names the place that the number came from,
       (void)sf::resolve_dflash_config(facts, options);
       return "accepted";
     } catch (const sf::Error& error) {
-      return error.hint();
+      REQUIRE(error.problems().size() == 1);
+      return error.problems()[0].fix;
     }
   };
   ModelFacts made;
@@ -203,8 +204,9 @@ TEST_CASE("draft configuration: a fix names the place that the number came from,
   options.conv_kernel_size = 17;
   CHECK(hint(made, options) == "correct plugin.dflash2.conv_kernel_size");
   ModelFacts named;
+  named.draft_config_path = "/drafts/a.json";
   named.draft_config_json = tiny_config({{"dflash_config.selector_top_k", "60000"}});
-  CHECK(hint(named, {}) == "correct dflash_config.selector_top_k in model.draft_model_config");
+  CHECK(hint(named, {}) == "correct \"dflash_config.selector_top_k\" in /drafts/a.json");
   named.draft_config_json = tiny_config({{"dflash_config.selector_topk", "5"}});
   CHECK(hint(named, {}) == "did you mean \"selector_top_k\"?");
   named.draft_config_json = tiny_config({{"dflash_config.colour", "5"}});
@@ -218,7 +220,8 @@ TEST_CASE("draft configuration: options of a selector are refused when the named
   DflashOptions options;
   options.selector_ramp_ratio = 0.5;
   CHECK_THROWS_WITH((void)sf::resolve_dflash_config(facts, options),
-                    "training.dflash2_selector_ramp_ratio is set, but the draft's configuration is of DFlashDraftModel, which has no selector");
+                    "training.dflash2_selector_ramp_ratio is set, but the draft's configuration is of DFlashDraftModel, which has no selector "
+                    "(leave training.dflash2_selector_ramp_ratio out, or name a configuration of DFlash2DraftModel)");
   facts.draft_config_json = tiny_config({});
   CHECK_NOTHROW((void)sf::resolve_dflash_config(facts, options));
 }
@@ -236,4 +239,29 @@ TEST_CASE("description: a sample has as many slots as anchors at most, with stat
   facts.static_shapes = true;
   description = algorithm.describe(facts);
   CHECK(description.slots == 24);
+}
+
+TEST_CASE("draft configuration: everything that is wrong is told at once, and a mistake makes no second one") {
+  ModelFacts facts;
+  facts.draft_config_path = "/drafts/a.json";
+  facts.target_config_json = kTarget;
+  facts.draft_config_json = tiny_config({{"hidden_size", "\"wide\""}, {"hidden_act", "\"gelu\""}, {"block_size", "1"},
+                                         {"dflash_config.target_layer_ids", "[2, 99]"}, {"dflash_config.conv_kernel_size", "\"two\""},
+                                         {"dflash_config.selector_rank", "0"}, {"vocab_size", "49152"}});
+  try {
+    (void)sf::resolve_dflash_config(facts, {});
+    FAIL("accepted");
+  } catch (const sf::Error& error) {
+    std::string told;
+    for (const sf::Problem& problem : error.problems()) {
+      CHECK(problem.place == "/drafts/a.json");
+      CHECK(!problem.fix.empty());
+      told += problem.message + "\n";
+    }
+    for (const char* part : {"\"hidden_size\" is \"wide\"", "\"hidden_act\" is \"gelu\"", "block_size is 1", "target layer 99",
+                             "dflash_config.conv_kernel_size = \"two\"", "selector_rank is 0"}) {
+      CHECK_MESSAGE(told.find(part) != std::string::npos, part << " in\n" << told);
+    }
+    CHECK_MESSAGE(error.problems().size() == 6, told);  // hidden_size is not compared with the target's, nor divided by heads or groups
+  }
 }

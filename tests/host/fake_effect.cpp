@@ -6,23 +6,39 @@
 
 namespace {
 
-class Counting final : public sf::SingleSharding {
+class Counting final : public sf::Sharding {
  public:
   explicit Counting(const sf::Options& options)
       : options_(options), at_build_(options.get<int64_t>("at_build")), in_window_(options.get<int64_t>("in_window")) {}
 
   void build(const std::vector<sf::UnitSpec>& units, const sf::Placement& placement) override {
-    SingleSharding::build(units, placement);
+    single_.build(units, placement);
     options_.report_effect("at_build", at_build_);
   }
   std::vector<at::Tensor> end_window() override {
     options_.report_effect("in_window", in_window_);
-    return SingleSharding::end_window();
+    return single_.end_window();
   }
+  std::vector<sf::Shard>& shards() override { return single_.shards(); }
+  void take_tables(const std::vector<at::Tensor>& tables) override { single_.take_tables(tables); }
+  sf::ShardingMemory memory(const std::vector<sf::UnitSpec>& units, int64_t ranks, at::ScalarType dtype) const override {
+    return single_.memory(units, ranks, dtype);
+  }
+  at::Tensor whole(int64_t unit, int64_t parameter) override { return single_.whole(unit, parameter); }
+  void plan(sf::Phase phase, const std::vector<int64_t>& order) override { single_.plan(phase, order); }
+  void begin_window() override { single_.begin_window(); }
+  void begin_evaluation() override { single_.begin_evaluation(); }
+  void end_evaluation() override { single_.end_evaluation(); }
+  void before_use(int64_t unit, sf::Phase phase, int64_t uses_left) override { single_.before_use(unit, phase, uses_left); }
+  void after_use(int64_t unit, sf::Phase phase, int64_t uses_left) override { single_.after_use(unit, phase, uses_left); }
+  void reduce(int64_t unit, const std::vector<at::Tensor>& gradients) override { single_.reduce(unit, gradients); }
+  at::Tensor gradient_norm(const std::vector<at::Tensor>& gradients) override { return single_.gradient_norm(gradients); }
+  void abandon() override { single_.abandon(); }
 
  private:
   sf::Options options_;
   int64_t at_build_, in_window_;
+  sf::SingleSharding single_;
 };
 
 class FakeEffect final {

@@ -5,7 +5,7 @@
 
 namespace sf {
 
-class SingleSharding : public Sharding {
+class SingleSharding final : public Sharding {
  public:
   void build(const std::vector<UnitSpec>& units, const Placement& placement) override;
   std::vector<Shard>& shards() override { return shards_; }
