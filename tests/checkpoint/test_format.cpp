@@ -86,17 +86,19 @@ TEST_CASE("checkpoint: slices that contradict themselves are our mistake") {
   }
 }
 
-// A [4, 6] matrix in two halves by two ranks, as a sharded run would leave it.
-fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write) {
+// A [4, 6] matrix by two ranks: rows 0 and 1 by the first; or, flat, all before element 9.
+fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write, bool flat = false) {
   const fs::path partial = make_partial_folder(run_folder, 7);
   CheckpointIndex index;
   index.step = 7;
   index.world_size = 2;
   for (int rank = 0; rank < ranks_that_write; ++rank) {
-    std::vector<float> half;  // rows 2*rank and 2*rank+1
-    for (int i = 0; i < 12; ++i) {
-      half.push_back(static_cast<float>(rank * 12 + i));
+    const int cut = flat ? 9 : 12;
+    std::vector<float> half;
+    for (int i = rank == 0 ? 0 : cut; i < (rank == 0 ? cut : 24); ++i) {
+      half.push_back(static_cast<float>(i));
     }
+    const auto count = static_cast<int64_t>(half.size());
     SyncWriter writer;
     RankSave save({.writer = writer.writer(),
                    .folder = partial,
@@ -106,10 +108,10 @@ fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write) {
                    .tensors = {{.name = "m",
                                 .dtype = "F32",
                                 .global_shape = {4, 6},
-                                .start = {rank * 2, 0},
-                                .shape = {2, 6},
+                                .start = flat ? std::vector<int64_t>{rank * cut} : std::vector<int64_t>{rank * 2, 0},
+                                .shape = flat ? std::vector<int64_t>{count} : std::vector<int64_t>{2, 6},
                                 .data = half.data(),
-                                .bytes = 48}},
+                                .bytes = half.size() * sizeof(float)}},
                    .keep_alive = nullptr});
     save.wait();
     index.merge(save.index());
@@ -117,19 +119,62 @@ fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write) {
   return commit_checkpoint(run_folder, 7, index, SmallRun(7).state(), {});
 }
 
-TEST_CASE("checkpoint: any part of a tensor can be read, whichever ranks wrote it") {
-  TempFolder folder;
-  const CheckpointReader reader = CheckpointReader::open(save_by_two_ranks(folder.path(), 2));
-  CHECK(reader.index().world_size == 2);
-  CHECK(reader.tensor("m").slices.size() == 2);
-  std::vector<float> whole(24);
-  reader.read("m", std::as_writable_bytes(std::span(whole)));
-  for (int i = 0; i < 24; ++i) {
-    CHECK(whole[static_cast<size_t>(i)] == static_cast<float>(i));
+TEST_CASE("checkpoint: any part of a tensor can be read, whichever ranks wrote it and however they cut it") {
+  for (const bool flat : {false, true}) {
+    CAPTURE(flat);
+    TempFolder folder;
+    const CheckpointReader reader = CheckpointReader::open(save_by_two_ranks(folder.path(), 2, flat));
+    CHECK(reader.index().world_size == 2);
+    CHECK(reader.tensor("m").slices.size() == 2);
+    std::vector<float> whole(24);
+    reader.read("m", std::as_writable_bytes(std::span(whole)));
+    for (int i = 0; i < 24; ++i) {
+      CHECK(whole[static_cast<size_t>(i)] == static_cast<float>(i));
+    }
+    std::vector<float> box(4);  // rows 1..2, columns 3..4: across both ranks
+    reader.read("m", std::as_writable_bytes(std::span(box)), {1, 3}, {2, 2});
+    CHECK(box == std::vector<float>{9, 10, 15, 16});
+    std::vector<float> run(7);
+    reader.read_range("m", std::as_writable_bytes(std::span(run)), 6, 13);
+    CHECK(run == std::vector<float>{6, 7, 8, 9, 10, 11, 12});
+    reader.read_range("m", {}, 24, 24);
   }
-  std::vector<float> box(4);  // rows 1..2, columns 3..4: across both ranks
-  reader.read("m", std::as_writable_bytes(std::span(box)), {1, 3}, {2, 2});
-  CHECK(box == std::vector<float>{9, 10, 15, 16});
+}
+
+TEST_CASE("checkpoint: a run of elements is found in a slice that is a box with gaps") {
+  TempFolder folder;
+  const fs::path partial = make_partial_folder(folder.path(), 7);
+  std::vector<float> left(8), right(16);  // columns 0, 1 and 2..5 of [4, 6]
+  for (int row = 0; row < 4; ++row) {
+    for (int column = 0; column < 6; ++column) {
+      (column < 2 ? left[static_cast<size_t>(row * 2 + column)] : right[static_cast<size_t>(row * 4 + column - 2)]) = static_cast<float>(row * 6 + column);
+    }
+  }
+  CheckpointIndex index;
+  index.step = 7;
+  for (int rank = 0; rank < 2; ++rank) {
+    SyncWriter writer;
+    const std::vector<float>& values = rank == 0 ? left : right;
+    RankSave save({.writer = writer.writer(),
+                   .folder = partial,
+                   .step = 7,
+                   .rank = rank,
+                   .world_size = 2,
+                   .tensors = {{.name = "m",
+                                .dtype = "F32",
+                                .global_shape = {4, 6},
+                                .start = {0, rank == 0 ? 0 : 2},
+                                .shape = {4, rank == 0 ? 2 : 4},
+                                .data = values.data(),
+                                .bytes = values.size() * sizeof(float)}},
+                   .keep_alive = nullptr});
+    save.wait();
+    index.merge(save.index());
+  }
+  const CheckpointReader reader = CheckpointReader::open(commit_checkpoint(folder.path(), 7, index, SmallRun(7).state(), {}));
+  std::vector<float> run(9);
+  reader.read_range("m", std::as_writable_bytes(std::span(run)), 5, 14);
+  CHECK(run == std::vector<float>{5, 6, 7, 8, 9, 10, 11, 12, 13});
 }
 
 TEST_CASE("checkpoint: a rank that did not write its part stops the commit") {
@@ -148,6 +193,17 @@ TEST_CASE("checkpoint: overlapping slices are refused") {
       .slices = {{.file = "f", .offset = 64, .bytes = 8, .start = {0}, .shape = {2}, .sha256 = ""},
                  {.file = "f", .offset = 72, .bytes = 8, .start = {1}, .shape = {2}, .sha256 = ""}}};
   CHECK(checkpoint_error([&] { index.check_cover(); }).find("overlap") != std::string::npos);
+  // A flat slice beside one of whole rows.
+  index.tensors["m"] = {
+      .dtype = "F32",
+      .shape = {2, 3},
+      .slices = {{.file = "f", .offset = 64, .bytes = 12, .start = {0, 0}, .shape = {1, 3}, .sha256 = ""},
+                 {.file = "f", .offset = 76, .bytes = 12, .start = {2}, .shape = {3}, .sha256 = ""}}};
+  CHECK(checkpoint_error([&] { index.check_cover(); }).find("overlap") != std::string::npos);
+  index.tensors["m"].slices[1].start = {4};
+  CHECK(checkpoint_error([&] { index.check_cover(); }).find("does not fit") != std::string::npos);
+  index.tensors["m"].slices[1].start = {3};
+  CHECK_NOTHROW(index.check_cover());
 }
 
 struct Damage {

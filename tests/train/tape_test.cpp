@@ -323,6 +323,9 @@ TEST_CASE("tape: the number of uses left is known from the last micro-step on") 
       "after 1 forward 1",   "before 1 backward 1", "after 1 backward 1", "reduce 1",           "before 0 backward 2",
       "after 0 backward 2",  "before 0 backward 1", "after 0 backward 1", "reduce 0"};
   CHECK(bench.sharding.calls == expected);
+  REQUIRE(bench.sharding.plans.size() == 1);  // told once, when the first micro-step is complete
+  CHECK(bench.sharding.plans[0].first == Phase::forward);
+  CHECK(bench.sharding.plans[0].second == std::vector<int64_t>{0, 0, 1});
 }
 
 TEST_CASE("tape: a change in the order of units ends the run") {

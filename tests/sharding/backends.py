@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Ten updates of each algorithm under fsdp1 and fsdp2, over ranks that are processes, equal those of one process; and checkpoints go from one to another.
+
+    tests/sharding/backends.py BUILD_DIR [--all] [case ...]
+
+Runs the tiny recipes on the CPU. Without --all each backend meets each mode and each number of ranks once; with it every combination runs
+(tools/check). Standard library only. Ends with `N passed, N failed`.
+"""
+import array
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+
+BUILD = pathlib.Path(sys.argv[1]).resolve()
+HOST = BUILD / "bin" / "sf-host"
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+ALL = "--all" in sys.argv
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+STEPS = 10
+
+# Which runs must agree depends on how an algorithm pools (docs/architecture.md): (micro-steps, batch) on 1, 2, 3 and 4 ranks, 12 samples in a window.
+POOLING = {
+    "dflash2": {1: (6, 2), 2: (2, 3), 3: (4, 1), 4: (1, 3)},   # window: any split of the same samples
+    "dspark": {1: (1, 12), 2: (1, 6), 3: (1, 4), 4: (1, 3)},   # micro: W ranks x b against one rank x W * b
+    "eagle3": {1: (12, 1), 2: (6, 1), 3: (4, 1), 4: (3, 1)},   # mean: W ranks against one with W times the micro-steps
+}
+MODES = ("SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD")
+FEW = [("fsdp1", "SHARD_GRAD_OP", 2), ("fsdp1", "FULL_SHARD", 3), ("fsdp1", "NO_SHARD", 4), ("fsdp2", "SHARD_GRAD_OP", 4), ("fsdp2", "FULL_SHARD", 2),
+       ("fsdp2", "NO_SHARD", 3), ("fsdp2", "SHARD_GRAD_OP", 1)]
+EVERY = [(backend, mode, ranks) for backend in ("fsdp1", "fsdp2") for mode in MODES for ranks in (1, 2, 3, 4)]
+
+
+class Place:
+    """A folder with captured features of one algorithm's tiny recipe."""
+
+    def __init__(self, algorithm):
+        self.algorithm = algorithm
+        self.recipe = ROOT / "recipes" / f"tiny-{algorithm}.toml"
+        self.path = pathlib.Path(tempfile.mkdtemp(prefix="sf-backends-"))
+        self.host("capture")
+
+    def host(self, verb, *arguments, code=0, ranks=1):
+        sets = {"output_dir": self.path / "runs", "data.hidden_states_path": self.path / "train", "data.eval_hidden_states_path": self.path / "held_out"}
+        command = [HOST, verb, self.recipe] + [part for key, value in sets.items() for part in ("--set", f'{key}="{value}"')]
+        command += ["--nproc", str(ranks)] if ranks > 1 else []
+        done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+        assert done.returncode == code, f"{' '.join(map(str, arguments))}: exit {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    def train(self, run, *arguments, backend="single", mode=None, ranks=1, steps=STEPS, code=0):
+        micro_steps, batch = POOLING[self.algorithm][ranks]
+        values = {"run_id": f'"{run}"', "training.max_steps": steps, "training.total_steps": STEPS, "training.accumulation_steps": micro_steps,
+                  "training.batch_size": batch, "training.learning_rate": 1e-3, "training.log_interval": 1, "training.save_interval": 0,
+                  "training.eval_interval": 0, "data.eval_hidden_states_path": '""'}
+        if backend != "single":
+            values["training.fsdp_sharding"] = f'"{mode}"'
+        if backend == "fsdp2":
+            values["training.reduce_dtype"] = '"float32"'
+        sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
+        return self.host("train", "--backend", backend, *sets, *arguments, ranks=ranks, code=code)
+
+    def curve(self, run):
+        lines = [json.loads(line) for line in (self.path / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+        return [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+    def tensors(self, run, step=STEPS):
+        """Every float32 tensor of a checkpoint, put together from the ranks' slices."""
+        folder = self.path / "runs" / run / f"step-{step:08d}"
+        files = {}
+        found = {}
+        for name, tensor in json.loads((folder / "index.json").read_text())["tensors"].items():
+            size = 1
+            for extent in tensor["shape"]:
+                size *= extent
+            whole = array.array("f", bytes(4 * size))
+            for piece in tensor["slices"]:
+                if piece["file"] not in files:
+                    files[piece["file"]] = (folder / piece["file"]).read_bytes()
+                values = array.array("f", files[piece["file"]][piece["offset"] : piece["offset"] + piece["bytes"]])
+                row = 1
+                for extent in (tensor["shape"][1:] if len(piece["start"]) == len(tensor["shape"]) else []):
+                    row *= extent
+                begin = (piece["start"][0] if piece["start"] else 0) * row
+                whole[begin : begin + len(values)] = values
+            found[name] = whole
+        return found
+
+
+def relative(a, b):
+    return abs(a - b) / max(abs(a), abs(b), 1e-30)
+
+
+def compare(place, run, expected, what):
+    curve = place.curve(run)
+    assert len(curve) == STEPS, f"{what}: {len(curve)} updates"
+    for step, (found, wanted) in enumerate(zip(curve, expected["curve"]), 1):
+        assert relative(found[0], wanted[0]) < 1e-6, f"{what}, update {step}: loss {found[0]}, expected {wanted[0]}"
+        # Losses agree to 1e-6; a norm is over gradients that the other order of sums has touched in every update before.
+        assert relative(found[1], wanted[1]) < 1e-5, f"{what}, update {step}: gradient norm {found[1]}, expected {wanted[1]}"
+    tensors = place.tensors(run)
+    assert tensors.keys() == expected["tensors"].keys(), what
+    for name, wanted in expected["tensors"].items():
+        if not name.startswith("weights/"):
+            continue
+        largest = max(map(abs, wanted), default=0) or 1
+        worst = max((abs(a - b) for a, b in zip(tensors[name], wanted)), default=0)
+        # AdamW's first updates go by the sign of a gradient: an element whose gradient is all rounding may move by the learning rate either way.
+        assert worst < 2e-3 * largest or worst < 2e-3, f"{what}: {name} differs by {worst} of {largest}"
+        mean = sum(abs(a - b) for a, b in zip(tensors[name], wanted)) / max(1, len(wanted))
+        assert mean < 1e-5 * largest, f"{what}: {name} differs by {mean} of {largest} on average"
+
+
+def trains_as_one_process(algorithm):
+    place = Place(algorithm)
+    place.train("single")
+    expected = {"curve": place.curve("single"), "tensors": place.tensors("single")}
+    options = [(), ("--set", "training.reduce_scatter_max_input_buffers=2"), ("--set", "training.separate_reduce_scatter_group=true"),
+               ("--set", "training.shard_frozen_tables=true")]
+    for number, (backend, mode, ranks) in enumerate(EVERY if ALL else FEW):
+        more = options[number % 4] if backend == "fsdp2" and mode != "NO_SHARD" and ranks > 1 else ()
+        if algorithm == "eagle3" and "shard_frozen" in str(more):
+            more = ()
+        what = f"{algorithm}, {backend} {mode}, {ranks} ranks {' '.join(more[1:])}"
+        place.train("run", *more, backend=backend, mode=mode, ranks=ranks)
+        compare(place, "run", expected, what)
+        shutil.rmtree(place.path / "runs" / "run")
+    shutil.rmtree(place.path)
+
+
+def dflash2_trains_as_one_process():
+    trains_as_one_process("dflash2")
+
+
+def dspark_trains_as_one_process():
+    trains_as_one_process("dspark")
+
+
+def eagle3_trains_as_one_process():
+    trains_as_one_process("eagle3")
+
+
+def a_run_goes_on_under_the_same_backend_with_the_same_bits():
+    place = Place("dflash2")
+    for backend, mode, ranks in (("fsdp1", "FULL_SHARD", 2), ("fsdp2", "SHARD_GRAD_OP", 3)):
+        place.train("whole", backend=backend, mode=mode, ranks=ranks)
+        place.train("cut", backend=backend, mode=mode, ranks=ranks, steps=4)
+        place.train("cut", "--resume", "auto", backend=backend, mode=mode, ranks=ranks)
+        assert place.curve("cut") == place.curve("whole")
+        assert place.tensors("cut") == place.tensors("whole")
+        shutil.rmtree(place.path / "runs")
+    shutil.rmtree(place.path)
+
+
+def a_run_goes_on_under_other_backends_and_numbers_of_ranks():
+    place = Place("dflash2")
+    same = ("--set", "training.accumulation_steps=1", "--set", "training.batch_size=2")
+    place.train("run", *same, backend="fsdp2", mode="FULL_SHARD", ranks=3, steps=3)            # 3 windows of 6 samples
+    before = place.tensors("run", 3)
+    done = place.train("run", *same, "--resume", "auto", backend="fsdp1", mode="SHARD_GRAD_OP", ranks=2, steps=5)   # 2 windows of 4
+    assert "going on from" in done.stdout + done.stderr
+    place.train("run", *same, "--resume", "auto", steps=6)                                     # 1 window of 2
+    positions = [json.loads((place.path / "runs" / "run" / f"step-{step:08d}" / "state.json").read_text())["position"] for step in (3, 5, 6)]
+    assert positions == [18, 26, 28], f"every sample of the stream once: {positions}"
+    # What was read is what was saved: weights alone, into yet another cut.
+    folder = place.path / "runs" / "run" / "step-00000003"
+    done = place.train("weights", *same, "--init-from", folder, "--set", "training.learning_rate=1e-30", backend="fsdp1", mode="FULL_SHARD", ranks=4, steps=1)
+    after = place.tensors("weights", 1)
+    assert all(after[name] == before[name] for name in before if name.startswith("weights/"))
+    place.host("export", "--set", 'run_id="run"', "--output", place.path / "export", "--checkpoint", folder)
+    assert (place.path / "export" / "model.safetensors").exists()
+    shutil.rmtree(place.path)
+
+
+def main():
+    cases = [dflash2_trains_as_one_process, dspark_trains_as_one_process, eagle3_trains_as_one_process,
+             a_run_goes_on_under_the_same_backend_with_the_same_bits, a_run_goes_on_under_other_backends_and_numbers_of_ranks]
+    only = [word for word in sys.argv[2:] if not word.startswith("--")]
+    passed = failed = 0
+    for case in cases:
+        if only and case.__name__ not in only:
+            continue
+        start = time.time()
+        try:
+            case()
+            passed += 1
+            print(f"ok      {case.__name__.replace('_', ' ')} ({time.time() - start:.1f} s)", flush=True)
+        except Exception:
+            failed += 1
+            print(f"FAILED  {case.__name__.replace('_', ' ')}\n{traceback.format_exc()}", flush=True)
+    print(f"{passed} passed, {failed} failed")
+    sys.exit(failed != 0)
+
+
+if __name__ == "__main__":
+    main()
