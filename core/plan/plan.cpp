@@ -53,7 +53,7 @@ std::string Plan::recipe_text() const {
   for (const auto& [key, value] : values) {
     if (!is_empty_default(value)) {
       std::string name = key.substr(key.rfind('.') + 1);
-      sections[section_name(key)] += format("{} = {}  # {}\n", name, toml_text(value.value), value.origin);
+      sections[section_name(key)] += format("{} = {}  # {}\n", name, toml_text(value.value, value.type), value.origin);
     }
   }
   std::string out;

@@ -89,6 +89,10 @@ std::string toml_text(const Value& value) {
   return std::visit(TomlWriter{}, value);
 }
 
+std::string toml_text(const Value& value, Type type) {
+  return type == Type::duration ? format("\"{}s\"", std::get<double>(value)) : toml_text(value);
+}
+
 std::string display_text(const Value& value, Type type) {
   if (type == Type::bytes) {
     return human_bytes(static_cast<std::uint64_t>(std::get<std::int64_t>(value)));

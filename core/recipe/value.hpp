@@ -28,6 +28,8 @@ using Value = std::variant<bool, std::int64_t, double, std::string, std::vector<
 
 /// The value as TOML: true, 16, 0.5, "text", [1, 2].
 [[nodiscard]] std::string toml_text(const Value& value);
+/// As a recipe writes an option of this type: a duration is a text, "600s".
+[[nodiscard]] std::string toml_text(const Value& value, Type type);
 /// A string as TOML, quoted and escaped.
 [[nodiscard]] std::string toml_quoted(std::string_view text);
 /// The value as people read it: strings without quotes, bytes and durations with units.

@@ -3,8 +3,6 @@
 // Shapes: b rows · s padded tokens · w padded block slots
 #pragma once
 
-#include <c10/core/Event.h>
-
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -13,6 +11,10 @@
 #include <vector>
 
 #include "sf/algorithm.hpp"
+
+namespace c10 {
+struct Event;
+}
 
 namespace sf {
 

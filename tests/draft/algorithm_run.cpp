@@ -98,7 +98,8 @@ StepOutcome AlgorithmRun::train(const std::vector<Batch>& batches, const StepInf
     denominators.push_back(any_.weigh(one));
     outcome.denominator += denominators.back();
   }
-  const at::Tensor seeds = window_seeds(at::tensor(denominators, at::TensorOptions().dtype(at::kDouble)), description_.pooling);
+  const at::Tensor d_a = at::tensor(denominators, at::TensorOptions().dtype(at::kDouble));
+  const at::Tensor seeds = window_seeds({.own_a = d_a, .pooled_a = d_a, .live_ranks_a = (d_a > 0).to(at::kDouble)}, description_.pooling);
   runner_->begin_window(seeds[0], step);
   Spy spy(*runner_, static_cast<int64_t>(description_.units.size()) - 2);
   for (size_t i = 0; i < batches.size(); ++i) {

@@ -257,6 +257,7 @@ class PlainContext final : public sf::UnitContext {
     const at::Tensor y = at::matmul(x, parameters_.at(base + ".weight").t());
     return has(base + ".bias") ? y + parameters_.at(base + ".bias") : y;
   }
+  at::Tensor gradient_buffer(std::string_view) override { return {}; }
   bool has(std::string_view name) const override { return parameters_.count(std::string(name)) > 0; }
   sf::Ops& ops() override { return sf::cpu_ops(); }
   sf::Phase phase() const override { return sf::Phase::forward; }

@@ -19,7 +19,7 @@ namespace {
 
 constexpr double kTight = 2e-5;  // float32 in another order of summation
 
-struct Problem {
+struct NaiveCase {
   std::string name;
   Eagle3Options options;
   int64_t hidden = 16, target_hidden = 16, heads = 2, kv_heads = 1, vocab = 24, draft_vocab = 10, tokens = 9;
@@ -27,7 +27,7 @@ struct Problem {
   std::string rope = "null";
 };
 
-Json config_of(const Problem& p) {
+Json config_of(const NaiveCase& p) {
   Json config = Json::parse(R"({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "intermediate_size": 24, "num_hidden_layers": 1,
     "head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 64, "hidden_act": "silu", "tie_word_embeddings": false})");
   config.set("hidden_size", p.hidden).set("target_hidden_size", p.target_hidden).set("num_attention_heads", p.heads);
@@ -43,7 +43,7 @@ struct Made {
   at::Tensor tokens_w;
 };
 
-Made make(const Problem& p, int64_t seed = 3) {
+Made make(const NaiveCase& p, int64_t seed = 3) {
   at::manual_seed(static_cast<uint64_t>(seed));
   Made made;
   made.facts.draft_config_json = config_of(p).dump();
@@ -77,13 +77,13 @@ Made make(const Problem& p, int64_t seed = 3) {
   return made;
 }
 
-void set_vocabulary(Eagle3& algorithm, const Made& made, const Problem& p) {
+void set_vocabulary(Eagle3& algorithm, const Made& made, const NaiveCase& p) {
   at::Tensor t2d = at::zeros({p.vocab}, at::TensorOptions().dtype(at::kBool));
   t2d.index_fill_(0, made.tokens_w, 1);
   algorithm.set_buffers({{"t2d", t2d}, {"d2t", at::sub(made.tokens_w, at::arange(p.draft_vocab, made.tokens_w.options()))}}, "test");
 }
 
-NaiveDraft naive_of(const Problem& p, const Made& made, const Eagle3& algorithm) {
+NaiveDraft naive_of(const NaiveCase& p, const Made& made, const Eagle3& algorithm) {
   NaiveDraft naive;
   naive.heads = p.heads;
   naive.kv_heads = p.kv_heads;
@@ -108,7 +108,7 @@ NaiveBatch naive_batch(const Made& made) {
   return {made.batch.at("input_ids"), made.batch.at("counted"), made.batch.at("aux_hidden_state"), made.batch.at("hidden_state")};
 }
 
-void compare(const Problem& p) {
+void compare(const NaiveCase& p) {
   CAPTURE(p.name);
   const Made made = make(p);
   Eagle3 algorithm(p.options);
@@ -183,7 +183,7 @@ TEST_CASE("eagle3: loss, each use and every gradient equal a dense graph's, in e
 }
 
 TEST_CASE("eagle3: acceptance is that of greedy drafting, guess by guess, over every token that may start") {
-  Problem p{.name = "few tokens", .options = {}, .vocab = 24, .draft_vocab = 3, .tokens = 40};
+  NaiveCase p{.name = "few tokens", .options = {}, .vocab = 24, .draft_vocab = 3, .tokens = 40};
   p.options.ttt_length = 4;
   int64_t several = 0;
   for (int64_t seed = 0; seed < 4; ++seed) {
@@ -229,7 +229,7 @@ TEST_CASE("eagle3: acceptance is that of greedy drafting, guess by guess, over e
 }
 
 TEST_CASE("eagle3: more padding changes the divisor and nothing else") {
-  Problem p{.name = "padding", .options = {}};
+  NaiveCase p{.name = "padding", .options = {}};
   p.options.ttt_length = 3;
   const Made made = make(p);
   Eagle3 algorithm(p.options);
@@ -251,7 +251,7 @@ TEST_CASE("eagle3: more padding changes the divisor and nothing else") {
 }
 
 TEST_CASE("eagle3: micro-steps weigh alike, a dead one weighs nothing, and a dead row leaves the mean of the others alone") {
-  Problem p{.name = "pooling", .options = {}};
+  NaiveCase p{.name = "pooling", .options = {}};
   p.options.ttt_length = 2;
   const Made first = make(p, 3);
   Made second = make(p, 4);
@@ -288,7 +288,7 @@ TEST_CASE("eagle3: micro-steps weigh alike, a dead one weighs nothing, and a dea
 }
 
 TEST_CASE("eagle3: rows beyond every supervised position cost nothing and a micro-step whose targets are all outside the draft's tokens is zero") {
-  Problem p{.name = "outside", .options = {}};
+  NaiveCase p{.name = "outside", .options = {}};
   p.options.ttt_length = 2;
   const Made made = make(p);
   Eagle3 algorithm(p.options);
@@ -298,7 +298,7 @@ TEST_CASE("eagle3: rows beyond every supervised position cost nothing and a micr
   const at::Tensor z = at::matmul(made.batch.at("hidden_state"), made.tables.head_vh.t());
   at::Tensor is_best = at::zeros({p.vocab}, at::TensorOptions().dtype(at::kBool));
   is_best.index_fill_(0, z.argmax(-1).view({-1}), 1);
-  Problem q = p;
+  NaiveCase q = p;
   q.draft_vocab = 2;
   Made few = make(q);
   few.batch = made.batch;
@@ -318,7 +318,7 @@ TEST_CASE("eagle3: rows beyond every supervised position cost nothing and a micr
 }
 
 TEST_CASE("eagle3: recomputing units changes no bit; the objective, which forms its gradient going forward, adds it up in the other order") {
-  Problem p{.name = "recompute", .options = {}};
+  NaiveCase p{.name = "recompute", .options = {}};
   p.options.ttt_length = 3;
   const Made made = make(p);
   Eagle3 plain(p.options);

@@ -3,7 +3,7 @@
 
     tests/sharding/backends.py BUILD_DIR [--all] [case ...]
 
-Runs the tiny recipes on the CPU. Without --all each backend meets each mode and each number of ranks once; with it every combination runs
+Runs the tiny recipes on the CPU; SF_DEVICE=cuda and SF_MOST_RANKS=2 run them on two GPUs. Without --all each backend meets each mode and each number of ranks once; with it every combination runs
 (tools/check). Standard library only. Ends with `N passed, N failed`.
 """
 import array
@@ -21,6 +21,8 @@ BUILD = pathlib.Path(sys.argv[1]).resolve()
 HOST = BUILD / "bin" / "sf-host"
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALL = "--all" in sys.argv
+DEVICE = os.environ.get("SF_DEVICE", "cpu")
+MOST_RANKS = int(os.environ.get("SF_MOST_RANKS", "4"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STEPS = 10
 
@@ -46,7 +48,7 @@ class Place:
         self.host("capture")
 
     def host(self, verb, *arguments, code=0, ranks=1):
-        sets = {"output_dir": self.path / "runs", "data.hidden_states_path": self.path / "train", "data.eval_hidden_states_path": self.path / "held_out"}
+        sets = {"device": DEVICE, "output_dir": self.path / "runs", "data.hidden_states_path": self.path / "train", "data.eval_hidden_states_path": self.path / "held_out"}
         command = [HOST, verb, self.recipe] + [part for key, value in sets.items() for part in ("--set", f'{key}="{value}"')]
         command += ["--nproc", str(ranks)] if ranks > 1 else []
         done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
@@ -122,7 +124,7 @@ def trains_as_one_process(algorithm):
     expected = {"curve": place.curve("single"), "tensors": place.tensors("single")}
     options = [(), ("--set", "training.reduce_scatter_max_input_buffers=2"), ("--set", "training.separate_reduce_scatter_group=true"),
                ("--set", "training.shard_frozen_tables=true")]
-    for number, (backend, mode, ranks) in enumerate(EVERY if ALL else FEW):
+    for number, (backend, mode, ranks) in enumerate(case for case in (EVERY if ALL else FEW) if case[2] <= MOST_RANKS):
         more = options[number % 4] if backend == "fsdp2" and mode != "NO_SHARD" and ranks > 1 else ()
         if algorithm == "eagle3" and "shard_frozen" in str(more):
             more = ()
@@ -147,7 +149,7 @@ def eagle3_trains_as_one_process():
 
 def a_run_goes_on_under_the_same_backend_with_the_same_bits():
     place = Place("dflash2")
-    for backend, mode, ranks in (("fsdp1", "FULL_SHARD", 2), ("fsdp2", "SHARD_GRAD_OP", 3)):
+    for backend, mode, ranks in (("fsdp1", "FULL_SHARD", 2), ("fsdp2", "SHARD_GRAD_OP", min(3, MOST_RANKS))):
         place.train("whole", backend=backend, mode=mode, ranks=ranks)
         place.train("cut", backend=backend, mode=mode, ranks=ranks, steps=4)
         place.train("cut", "--resume", "auto", backend=backend, mode=mode, ranks=ranks)
