@@ -98,8 +98,8 @@ class TrainingRun {
     if (const auto best = told_by_lead(*session_, session_->is_lead() ? best_text() : "", "the best checkpoint so far"); !best.empty()) {
       best_score_ = std::stod(best);
     }
+    saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer(), save_peers());
     if (session_->is_lead()) {
-      saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer());
       metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
       atomic_write(session_->run_folder / "recipe.toml", plan_.recipe_text(), ExitCode::kCheckpoint);
     }
@@ -168,6 +168,16 @@ class TrainingRun {
   std::string best_text() const {
     const auto best = read_best(session_->run_folder);
     return best ? to_text(best->score) : "";
+  }
+
+  SavePeers save_peers() const {
+    Comm* comm = session_->placement.comm;
+    if (comm == nullptr) {
+      return {};
+    }
+    return {.rank = static_cast<int>(comm->rank()),
+            .world_size = static_cast<int>(comm->size()),
+            .gather = [comm](const std::string& text, std::string_view label) { return comm->gather_texts(text, label); }};
   }
 
   void tell_about_ranks() const {
@@ -440,23 +450,21 @@ class TrainingRun {
   }
 
   void save(const std::optional<Evaluation>& evaluation) {
+    const auto start = Clock::now();
+    saver_->start(snapshot(*session_, *optimizer_, progress_, *features_));
+    saver_->wait();  // on all ranks: then the step is committed
     if (session_->is_lead()) {
-      write_checkpoint(evaluation);
+      tend_checkpoints(evaluation);
+      log_debug("saved step {} in {}", progress_.update, human_duration(seconds_since(start)));
     }
     saved_since_resume_ = true;
     saved_update_ = progress_.update;
     if (evaluation && (!best_score_ || evaluation->acceptance_length > *best_score_)) {
       best_score_ = evaluation->acceptance_length;
     }
-    if (session_->placement.comm != nullptr) {
-      (void)session_->placement.comm->gather_texts("", format("the save of step {}", progress_.update));
-    }
   }
 
-  void write_checkpoint(const std::optional<Evaluation>& evaluation) {
-    const auto start = Clock::now();
-    saver_->start(snapshot(*session_, *optimizer_, progress_, *features_));
-    saver_->wait();
+  void tend_checkpoints(const std::optional<Evaluation>& evaluation) {
     if (resumed_ && !saved_since_resume_) {
       for (const int64_t step : discard_newer_than(session_->run_folder, progress_.update)) {
         log_info("removed step {} of the run's abandoned future", step);
@@ -468,7 +476,6 @@ class TrainingRun {
       log_info("best so far: step {} with acceptance length {}", progress_.update, format_fixed(evaluation->acceptance_length, 3));
     }
     (void)rotate_checkpoints(session_->run_folder, plan_.get<int64_t>("training.max_checkpoints"), progress_.update);
-    log_debug("saved step {} in {}", progress_.update, human_duration(seconds_since(start)));
   }
 
   Json summary() const {

@@ -5,6 +5,7 @@
 
 Standard library only. Ends with `N passed, N failed`.
 """
+import atexit
 import json
 import os
 import pathlib
@@ -13,27 +14,30 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
 from tiny import ENVIRONMENT, HOST, Work, expect, run_cases  # noqa: E402
 
-FSDP2 = ("--backend", "fsdp2", "--set", 'training.fsdp_sharding="NO_SHARD"', "--set", 'training.reduce_dtype="float32"')
+FSDP2 = ("--backend", "fsdp2", "--set", 'training.reduce_dtype="float32"')
 
 
 class Ranks(Work):
     """A folder with captured features, made once and copied."""
 
-    features = None
+    features = {}  # by number of samples
 
     def __init__(self, steps=8, samples=24):
         super().__init__(steps=steps, samples=samples)
-        if Ranks.features is None or samples != 24:
+        made = Ranks.features.get(samples)
+        if made is None:
             self.host("capture")
-            if samples == 24:
-                Ranks.features = self.path / "features"
+            made = Ranks.features[samples] = pathlib.Path(tempfile.mkdtemp(prefix="sf-e2e-features-")) / "features"
+            atexit.register(shutil.rmtree, made.parent)
+            shutil.copytree(self.path / "features", made)
         else:
-            shutil.copytree(Ranks.features, self.path / "features")
+            shutil.copytree(made, self.path / "features")
 
     def train(self, *arguments, ranks=1, code=0, run="tiny", **options):
         sets = ("--set", f'run_id="{run}"', "--set", "data.eval_hidden_states_path=\"\"")
