@@ -147,7 +147,14 @@ class TrainingRun {
       log_info("weights from {}", restore_weights_from(arguments.init_from, *session_).string());
       optimizer_->reload_masters();
     } else {
-      make_draft_buffers(*session_, *features_);
+      // Rank 0 counts and keeps the result; the others find it, or count again where it is out of their sight.
+      if (session_->is_lead()) {
+        make_draft_buffers(*session_, *features_);
+      }
+      (void)told_by_lead(*session_, "", "the draft's vocabulary");
+      if (!session_->is_lead()) {
+        make_draft_buffers(*session_, *features_);
+      }
     }
   }
 

@@ -6,6 +6,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/ranks.hpp"
 
@@ -61,13 +62,9 @@ void end_rank(const EngineContext& context, RankGroup& group, const Error& error
 }
 
 std::unique_ptr<RankComm> open_comm(RankGroup& group, at::Device device) {
-  auto comm = device.is_cpu() ? open_gloo(group, own_folder() / "libsf_comm_gloo.so") : open_gpu_comm(group, device, own_folder());
+  auto comm = device.is_cpu() ? open_gloo(group, own_folder() / "libsf_comm_gloo.so") : open_nccl(group, device, engine_cuda_handle());
   log_info("{} ranks, collectives by {}", comm->size(), comm->library());
   return comm;
-}
-
-std::unique_ptr<RankComm> open_gpu_comm(RankGroup&, at::Device, const std::filesystem::path&) {
-  throw Error(ExitCode::kCommunication, "this build has no collectives on GPUs");
 }
 
 std::string told_by_lead(const Session& session, const std::string& text, std::string_view label) {

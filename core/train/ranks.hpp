@@ -1,7 +1,6 @@
 // core/train/ranks.hpp: a run with many ranks: how they meet, what they compare, which collectives they use, and how all end when one fails.
 #pragma once
 
-#include <filesystem>
 #include <memory>
 
 #include "core/train/session.hpp"
@@ -12,7 +11,6 @@ namespace sf {
 void compare_ranks(RankGroup& group, const EngineContext& context);
 /// gloo on the CPU, NCCL on GPUs. Throws Error(kCommunication).
 std::unique_ptr<RankComm> open_comm(RankGroup& group, at::Device device);
-std::unique_ptr<RankComm> open_gpu_comm(RankGroup& group, at::Device device, const std::filesystem::path& engine_folder);
 
 /// This rank can't go on: the others learn why. Throws what is to be told here, or leaves without a word when rank 0 tells.
 [[noreturn]] void end_rank(const EngineContext& context, RankGroup& group, const Error& error);
