@@ -77,7 +77,7 @@ Unusable WindowLoader::unusable() const {
 Window WindowLoader::make(int64_t number) {
   Window window;
   window.number = number;
-  const int64_t position = number * options_.window.entries();
+  const int64_t position = options_.first_position + (number - options_.first_window) * options_.window.entries();
   for (int64_t micro_step = 0; micro_step < options_.window.accumulation_steps; ++micro_step) {
     std::vector<std::optional<Sample>> rows;
     for (const auto& entry : order_.rows(position, options_.window, micro_step, options_.rank)) {

@@ -59,6 +59,7 @@ class WindowLoader {
     int64_t epochs = 1;                  // the stream ends after them; places past its end are dead rows
     BatchShape batch;
     int64_t first_window = 0, last_window = 0;   // half open
+    int64_t first_position = 0;          // of the first window in the stream; another number of ranks may have come this far
     int64_t windows_ahead = 2;           // one in use, one ready: reading is cheaper than a step
   };
 

@@ -132,6 +132,7 @@ class TrainingRun {
     if (!arguments.resume.empty()) {
       if (const auto checkpoint = open_checkpoint(session_->run_folder, resumed_folder(arguments.resume))) {
         progress_ = restore(*checkpoint, *session_, *optimizer_, *features_, horizon_.schedule);
+        count_windows_left();
         log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
         resumed_ = true;
         saved_update_ = progress_.update;
@@ -156,6 +157,14 @@ class TrainingRun {
         make_draft_buffers(*session_, *features_);
       }
     }
+  }
+
+  // Windows of another number of ranks took other parts of the stream; what counts is where they ended.
+  void count_windows_left() {
+    const int64_t max_steps = plan_.get<int64_t>("training.max_steps");
+    const SampleOrder order(session_->seed, source_.size, plan_.get<int64_t>("training.num_epochs"));
+    const int64_t in_epochs = progress_.update + order.windows_left(progress_.stream_position, window_shape_).value_or(0);
+    horizon_.windows = max_steps > 0 ? std::min(max_steps, in_epochs) : in_epochs;
   }
 
   // Which checkpoint "auto" means is rank 0's to say: on a shared disk another rank may see an older state.
@@ -221,7 +230,8 @@ class TrainingRun {
                          .epochs = plan_.get<int64_t>("training.num_epochs"),
                          .batch = session_->batch_shape,
                          .first_window = progress_.update,
-                         .last_window = horizon_.windows});
+                         .last_window = horizon_.windows,
+                         .first_position = progress_.stream_position});
     const int64_t log_interval = std::max<int64_t>(1, plan_.get<int64_t>("training.log_interval"));
     const int64_t eval_interval = plan_.get<int64_t>("training.eval_interval");
     const int64_t save_interval = plan_.get<int64_t>("training.save_interval");
@@ -262,7 +272,7 @@ class TrainingRun {
         report_memory();
       }
       progress_.update = update + 1;
-      progress_.stream_position = order.next_position(update * window_shape_.entries(), window_shape_);
+      progress_.stream_position = order.next_position(progress_.stream_position, window_shape_);
       progress_.epoch = progress_.stream_position / source_.size;
       last_loss_ = result.loss;
       tokens_ += result.tokens;

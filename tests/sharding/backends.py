@@ -25,6 +25,7 @@ DEVICE = os.environ.get("SF_DEVICE", "cpu")
 MOST_RANKS = int(os.environ.get("SF_MOST_RANKS", "4"))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STEPS = 10
+TOLERANCE = 1e-6 if DEVICE == "cpu" else 1e-5  # seen on the CPU: 2.4e-7
 
 # Which runs must agree depends on how an algorithm pools (docs/architecture.md): (micro-steps, batch) on 1, 2, 3 and 4 ranks, 12 samples in a window.
 POOLING = {
@@ -34,7 +35,7 @@ POOLING = {
 }
 MODES = ("SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD")
 FEW = [("fsdp1", "SHARD_GRAD_OP", 2), ("fsdp1", "FULL_SHARD", 3), ("fsdp1", "NO_SHARD", 4), ("fsdp2", "SHARD_GRAD_OP", 4), ("fsdp2", "FULL_SHARD", 2),
-       ("fsdp2", "NO_SHARD", 3), ("fsdp2", "SHARD_GRAD_OP", 1)]
+       ("fsdp2", "NO_SHARD", 3)]
 EVERY = [(backend, mode, ranks) for backend in ("fsdp1", "fsdp2") for mode in MODES for ranks in (1, 2, 3, 4)]
 
 
@@ -59,7 +60,7 @@ class Place:
         micro_steps, batch = POOLING[self.algorithm][ranks]
         values = {"run_id": f'"{run}"', "training.max_steps": steps, "training.total_steps": STEPS, "training.accumulation_steps": micro_steps,
                   "training.batch_size": batch, "training.learning_rate": 1e-3, "training.log_interval": 1, "training.save_interval": 0,
-                  "training.eval_interval": 0, "data.eval_hidden_states_path": '""'}
+                  "training.eval_interval": 0, "training.max_checkpoints": 0, "data.eval_hidden_states_path": '""'}
         if backend != "single":
             values["training.fsdp_sharding"] = f'"{mode}"'
         if backend == "fsdp2":
@@ -102,9 +103,8 @@ def compare(place, run, expected, what):
     curve = place.curve(run)
     assert len(curve) == STEPS, f"{what}: {len(curve)} updates"
     for step, (found, wanted) in enumerate(zip(curve, expected["curve"]), 1):
-        assert relative(found[0], wanted[0]) < 1e-6, f"{what}, update {step}: loss {found[0]}, expected {wanted[0]}"
-        # Losses agree to 1e-6; a norm is over gradients that the other order of sums has touched in every update before.
-        assert relative(found[1], wanted[1]) < 1e-5, f"{what}, update {step}: gradient norm {found[1]}, expected {wanted[1]}"
+        assert relative(found[0], wanted[0]) < TOLERANCE, f"{what}, update {step}: loss {found[0]}, expected {wanted[0]}"
+        assert relative(found[1], wanted[1]) < TOLERANCE, f"{what}, update {step}: gradient norm {found[1]}, expected {wanted[1]}"
     tensors = place.tensors(run)
     assert tensors.keys() == expected["tensors"].keys(), what
     for name, wanted in expected["tensors"].items():
@@ -124,10 +124,9 @@ def trains_as_one_process(algorithm):
     expected = {"curve": place.curve("single"), "tensors": place.tensors("single")}
     options = [(), ("--set", "training.reduce_scatter_max_input_buffers=2"), ("--set", "training.separate_reduce_scatter_group=true"),
                ("--set", "training.shard_frozen_tables=true")]
-    for number, (backend, mode, ranks) in enumerate(case for case in (EVERY if ALL else FEW) if case[2] <= MOST_RANKS):
+    few = FEW + [("fsdp2", "SHARD_GRAD_OP", 1)] if algorithm == "dflash2" else FEW
+    for number, (backend, mode, ranks) in enumerate(case for case in (EVERY if ALL else few) if case[2] <= MOST_RANKS):
         more = options[number % 4] if backend == "fsdp2" and mode != "NO_SHARD" and ranks > 1 else ()
-        if algorithm == "eagle3" and "shard_frozen" in str(more):
-            more = ()
         what = f"{algorithm}, {backend} {mode}, {ranks} ranks {' '.join(more[1:])}"
         place.train("run", *more, backend=backend, mode=mode, ranks=ranks)
         compare(place, "run", expected, what)
@@ -173,7 +172,8 @@ def a_run_goes_on_under_other_backends_and_numbers_of_ranks():
     folder = place.path / "runs" / "run" / "step-00000003"
     done = place.train("weights", *same, "--init-from", folder, "--set", "training.learning_rate=1e-30", backend="fsdp1", mode="FULL_SHARD", ranks=4, steps=1)
     after = place.tensors("weights", 1)
-    assert all(after[name] == before[name] for name in before if name.startswith("weights/"))
+    for name in before:  # what the one update of no size has added to a zero is nothing, too
+        assert not name.startswith("weights/") or max(abs(a - b) for a, b in zip(after[name], before[name])) < 1e-20, name
     place.host("export", "--set", 'run_id="run"', "--output", place.path / "export", "--checkpoint", folder)
     assert (place.path / "export" / "model.safetensors").exists()
     shutil.rmtree(place.path)

@@ -149,6 +149,7 @@ TEST_CASE("windows: a run that starts later sees the same windows") {
   const sf::WindowLoader::Options all{.seed = 9, .window = {.ranks = 1, .accumulation_steps = 2, .batch_size = 2}, .epochs = 3, .batch = {.max_tokens = 16}, .first_window = 0, .last_window = 5};
   sf::WindowLoader::Options late = all;
   late.first_window = 3;
+  late.first_position = 3 * late.window.entries();
   const auto whole = windows(all);
   const auto rest = windows(late);
   for (size_t i = 0; i < rest.size(); ++i) {
