@@ -177,7 +177,7 @@ OPTIONS = {
 SILENT = {"data.capture_batch_size": "how many samples go through the target at once", "training.objective_chunk_blocks": "memory of the head"}
 
 
-def declared_options():
+def declared():
     for manifest in ("core/recipe/host.toml", "plugins/algorithm/dflash2/plugin.toml"):
         table = tomllib.loads((TESTS.parent / manifest).read_text())
         for name in table["options"]:
@@ -215,8 +215,8 @@ def observed(work, verb, sets, place):
 
 
 def each_option_changes_something_or_ends_the_run():
-    declared = set(declared_options())
-    assert declared == set(OPTIONS) | set(SILENT), declared ^ (set(OPTIONS) | set(SILENT))
+    known = set(declared())
+    assert known == set(OPTIONS) | set(SILENT), known ^ (set(OPTIONS) | set(SILENT))
     work, many = captured(), None
     work.host("train", "--set", "training.max_steps=2")
     counter, before, silent = itertools.count(), {}, []
