@@ -174,7 +174,8 @@ OPTIONS = {
     "plugin.dflash2.dpace_normalization": ("train", '"batch"', 'training.loss_type="dpace"'),
 }
 # What changes is speed or memory alone, which a tiny run does not show.
-SILENT = {"data.capture_batch_size": "how many samples go through the target at once", "training.objective_chunk_blocks": "memory of the head"}
+SILENT = {"data.capture_batch_size": "how many samples go through the target at once", "training.objective_chunk_blocks": "memory of the head",
+          "training.dist_timeout": "shows when a rank is stuck: tests/dist/ranks.py"}
 
 
 def declared():
