@@ -146,6 +146,25 @@ def eagle3_trains_as_one_process():
     trains_as_one_process("eagle3")
 
 
+def a_window_has_one_gather_and_one_reduction_for_each_group():
+    for algorithm, layers in (("dflash2", 3), ("dspark", 2), ("eagle3", 1)):
+        for backend in ("fsdp1", "fsdp2"):
+            command = [HOST, "bench", ROOT / "recipes" / f"tiny-{algorithm}.toml", "--nproc", "2", "--backend", backend, "--steps", "2", "--repeats", "1",
+                       "--json", "--set", f'device="{DEVICE}"', "--set", "training.accumulation_steps=3", "--set", f"model.draft_num_hidden_layers={layers}"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+            assert done.returncode == 0, done.stderr
+            result = json.loads(done.stdout)
+            counts = dict(result["collectives"])
+            windows = result["windows"]
+            assert windows >= 2
+            assert counts.pop("all_reduce denominators") == windows and counts.pop("all_reduce gradient norm") == windows, counts
+            gathers = {name: times for name, times in counts.items() if name.startswith("all_gather ")}
+            reductions = {name: times for name, times in counts.items() if name.startswith("reduce_scatter ")}
+            assert "all_gather root" in gathers and len(gathers) == len(reductions) == layers + 1, f"{algorithm}: {counts}"
+            assert set(gathers.values()) == set(reductions.values()) == {windows}, f"{algorithm}, {windows} windows: {counts}"
+            assert len(gathers) + len(reductions) == len(counts), f"{algorithm}: nothing else is communicated: {counts}"
+
+
 def a_run_goes_on_under_the_same_backend_with_the_same_bits():
     place = Place("dflash2")
     for backend, mode, ranks in (("fsdp1", "FULL_SHARD", 2), ("fsdp2", "SHARD_GRAD_OP", min(3, MOST_RANKS))):
@@ -182,7 +201,7 @@ def a_run_goes_on_under_other_backends_and_numbers_of_ranks():
 
 
 def main():
-    cases = [dflash2_trains_as_one_process, dspark_trains_as_one_process, eagle3_trains_as_one_process,
+    cases = [dflash2_trains_as_one_process, dspark_trains_as_one_process, eagle3_trains_as_one_process, a_window_has_one_gather_and_one_reduction_for_each_group,
              a_run_goes_on_under_the_same_backend_with_the_same_bits, a_run_goes_on_under_other_backends_and_numbers_of_ranks]
     only = [word for word in sys.argv[2:] if not word.startswith("--")]
     passed = failed = 0
