@@ -19,7 +19,7 @@ class Fsdp1 final {
     sf::fsdp::Settings made = sf::fsdp::fsdp1_settings(options.get<std::string>("training.fsdp_sharding"));
     made.on_built = [this](const sf::fsdp::GroupedSharding& built) {
       if (built.ranks() == 1) {
-        host_.log(sf::Level::kInfo, "fsdp1 with one rank: nothing is sharded, every parameter is whole");
+        host_.log(sf::Level::kInfo, "one rank: nothing is sharded, every parameter is whole");
       } else {
         options_.report_effect("training.fsdp_sharding", built.groups());
       }

@@ -1,3 +1,4 @@
+#include <string>
 #include <string_view>
 
 #include "plugins/sharding/fsdp2/fsdp2.hpp"
@@ -23,9 +24,14 @@ class Fsdp2 final {
         .reduce_scatter_max_input_buffers = options.get<std::int64_t>("training.reduce_scatter_max_input_buffers"),
         .separate_reduce_scatter_group = options.get<bool>("training.separate_reduce_scatter_group")};
     sf::fsdp::Settings made = sf::fsdp::fsdp2_settings(read);
-    made.on_built = [this](const sf::fsdp::GroupedSharding& built) {
+    std::string idle;  // what was asked for and means nothing to one rank
+    idle += read.shard_frozen_tables ? ", training.shard_frozen_tables" : "";
+    idle += read.reduce_scatter_max_input_buffers != 1 ? ", training.reduce_scatter_max_input_buffers" : "";
+    idle += read.separate_reduce_scatter_group ? ", training.separate_reduce_scatter_group" : "";
+    made.on_built = [this, idle](const sf::fsdp::GroupedSharding& built) {
       if (built.ranks() == 1) {
-        host_.log(sf::Level::kInfo, "fsdp2 with one rank: nothing is sharded, every parameter is whole");
+        host_.log(sf::Level::kInfo, "one rank: nothing is sharded, every parameter is whole" +
+                                        (idle.empty() ? std::string() : "; without effect here: " + idle.substr(2)));
         return;
       }
       options_.report_effect("training.fsdp_sharding", built.groups());
