@@ -66,6 +66,8 @@ struct sf_nccl {
   int device = 0;
   std::chrono::milliseconds limit{0};
   EventPool events;
+  // Asking a non-blocking communicator how it is also finishes the job of its last call, so two threads must not ask at once.
+  std::mutex calls;
   std::atomic<bool> aborted = false;
 };
 
@@ -154,6 +156,7 @@ sf_nccl_work* run(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t
   auto work = std::make_unique<sf_nccl_work>();
   work->owner = self;
   const int failed = guarded(problem, bytes, [&] {
+    const std::lock_guard lock(self->calls);
     const cudaEvent_t ready = self->events.take();
     check(cudaEventRecord(ready, static_cast<cudaStream_t>(call->stream)), "recording an event");
     check(cudaStreamWaitEvent(self->stream, ready, 0), "waiting for an event");
@@ -201,14 +204,16 @@ void release(sf_nccl_work* work) {
 
 int register_buffer(sf_nccl* self, void* data, size_t size, char* problem, size_t bytes) {
   return guarded(problem, bytes, [&] {
+    const std::lock_guard lock(self->calls);
     void* handle = nullptr;  // kept by NCCL until the communicator ends, as the buffer is
     settle(*self, ncclCommRegister(self->communicator, data, size, &handle));
   });
 }
 
 int problem_of(sf_nccl* self, char* problem, size_t bytes) {
+  const std::unique_lock lock(self->calls, std::try_to_lock);
   ncclResult_t code = ncclSuccess;
-  if (self->aborted || ncclCommGetAsyncError(self->communicator, &code) != ncclSuccess || code == ncclSuccess || code == ncclInProgress) {
+  if (!lock.owns_lock() || self->aborted || ncclCommGetAsyncError(self->communicator, &code) != ncclSuccess || code == ncclSuccess || code == ncclInProgress) {
     return 0;
   }
   std::snprintf(problem, bytes, "%s", text_of(code, self->communicator).c_str());
