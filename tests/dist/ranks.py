@@ -169,7 +169,7 @@ def a_killed_rank_ends_all_with_one_message():
 
 def a_rank_that_hangs_is_named_with_the_collective():
     work = Ranks(steps=4000)
-    process = work.start_ranks(3, "--set", 'data.eval_hidden_states_path=""', "--set", 'training.dist_timeout="2s"')
+    process = work.start_ranks(3, "--set", 'data.eval_hidden_states_path=""', "--set", 'training.dist_timeout="5s"')
     work.wait_for_step(process, 3)
     ranks = children_of(process)
     os.kill(ranks[2], signal.SIGSTOP)

@@ -64,7 +64,7 @@ TEST_CASE("group: a rank that fails ends the others with its code, and rank 0 te
 
 TEST_CASE("group: a rank that never comes is named once the limit is over") {
   const auto start = std::chrono::steady_clock::now();
-  const auto ends = run_ranks({.ranks = 3, .limit = milliseconds(500)}, [](RankGroup& group) {
+  const auto ends = run_ranks({.ranks = 3, .limit = milliseconds(1500)}, [](RankGroup& group) {
     if (group.world().rank != 1) {
       (void)group.gather_texts("", "the save of step 7");
     } else {
