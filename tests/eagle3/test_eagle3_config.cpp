@@ -1,6 +1,7 @@
 // What an EAGLE3 draft's configuration may say, and what is said about the rest.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <vector>
@@ -39,7 +40,10 @@ std::string refusal(const ModelFacts& facts, const Eagle3Options& options = {}) 
     (void)resolve_eagle3_config(facts, options);
   } catch (const Error& error) {
     CHECK((error.code() == ExitCode::kUsage || std::string(error.what()).find("rope: ") == 0));
-    CHECK_FALSE(error.hint().empty());
+    // One problem has a hint, several have an advice each.
+    const std::vector<Problem>& problems = error.problems();
+    const bool has_advice = std::all_of(problems.begin(), problems.end(), [](const Problem& one) { return !one.fix.empty(); });
+    CHECK((!error.hint().empty() || (!problems.empty() && has_advice)));
     return std::string(error.what()) + " | " + error.hint();
   }
   return "";
