@@ -194,8 +194,19 @@ int wait(sf_nccl_work* work, void* stream, char* problem, size_t bytes) {
   return guarded(problem, bytes, [&] { check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), work->done, 0), "waiting for a collective"); });
 }
 
+// A thread begins on GPU 0, and a first call there would make a context of some hundred megabytes on a GPU that belongs to another rank.
+void take_device(int device) {
+  thread_local int taken = -1;
+  if (taken != device && cudaSetDevice(device) == cudaSuccess) {
+    taken = device;
+  }
+}
+
 // Not ready is the one answer that means "wait": a failed device would else keep the watchdog waiting.
-int is_done(sf_nccl_work* work) { return cudaEventQuery(work->done) != cudaErrorNotReady ? 1 : 0; }
+int is_done(sf_nccl_work* work) {
+  take_device(work->owner->device);
+  return cudaEventQuery(work->done) != cudaErrorNotReady ? 1 : 0;
+}
 
 void release(sf_nccl_work* work) {
   work->owner->events.give_back(work->done);
@@ -211,6 +222,7 @@ int register_buffer(sf_nccl* self, void* data, size_t size, char* problem, size_
 }
 
 int problem_of(sf_nccl* self, char* problem, size_t bytes) {
+  take_device(self->device);
   const std::unique_lock lock(self->calls, std::try_to_lock);
   ncclResult_t code = ncclSuccess;
   if (!lock.owns_lock() || self->aborted || ncclCommGetAsyncError(self->communicator, &code) != ncclSuccess || code == ncclSuccess || code == ncclInProgress) {
@@ -222,7 +234,7 @@ int problem_of(sf_nccl* self, char* problem, size_t bytes) {
 
 void abort(sf_nccl* self) {
   if (!self->aborted.exchange(true)) {
-    cudaSetDevice(self->device);
+    take_device(self->device);
     ncclCommAbort(self->communicator);
   }
 }
