@@ -41,7 +41,7 @@ bool runs_on_kernels(const at::Tensor& x, const at::Tensor& delta, const at::Ten
   if (!has_kernels({x, delta, base})) {
     return false;
   }
-  const int64_t size = x.size(2) / delta.size(3), most = x.scalar_type() == at::kBFloat16 ? 256 : 128;
+  const int64_t size = x.size(2) / delta.size(3), most = 128;
   if (base.size(0) > cuda::kConvolutionTaps || (size & (size - 1)) != 0 || size > most) {
     note_slow_path("grouped_convolution", "its kernel takes up to 4 taps and groups of 1, 2, 4 .. 128 channels");
     return false;

@@ -421,6 +421,8 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
     if (wants_gradient) {
       kept[0] = at::empty(hidden_rh.sizes(), hidden_rh.options().requires_grad(false));
     }
+    const bool collects = runs_on_kernels(objective);  // sorting by token once is cheaper than once for each chunk
+    variable_list candidate_ids, candidate_rows;
     for (int64_t begin = 0; begin < rows; begin += step) {
       const int64_t end = std::min(rows, begin + step);
       ChunkGradients gradients;
@@ -429,7 +431,10 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
         continue;
       }
       kept[0].narrow(0, begin, end - begin).copy_(gradients.hidden_rh);
-      if (gradients.candidate_rows.defined()) {
+      if (gradients.candidate_rows.defined() && collects) {
+        candidate_ids.push_back(gradients.candidate_ids);
+        candidate_rows.push_back(gradients.candidate_rows);
+      } else if (gradients.candidate_rows.defined()) {
         if (!kept[1].defined()) {
           const auto type = wide_type(candidate_table_vx->scalar_type());
           kept[1] = at::zeros(candidate_table_vx->sizes(), gradients.candidate_rows.options().dtype(type));
@@ -451,6 +456,10 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
           sum = sum.defined() ? sum.add_(gradients.parameters[i]) : gradients.parameters[i];
         }
       }
+    }
+    if (!candidate_ids.empty()) {
+      kept[1] = at::zeros(candidate_table_vx->sizes(), hidden_rh.options().dtype(at::kFloat).requires_grad(false));
+      add_by_token(kept[1], at::cat(candidate_ids), at::cat(candidate_rows));
     }
     if (kept[1].defined()) {
       kept[1] = kept[1].to(candidate_table_vx->scalar_type());

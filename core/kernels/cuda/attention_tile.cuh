@@ -194,14 +194,19 @@ struct Places {
   int64_t sample, head;     // key/value head
   int g;
   int64_t flat_rows;
-  uint64_t magic;           // t / g as a multiplication
+  uint32_t magic;           // t / g as a multiplication, exact for every flat row (fewer than 2^32 / g)
 
   __device__ Places(const BlockAttention& attention, int64_t bm)
       : a(attention), sample(bm / attention.m), head(bm % attention.m), g(static_cast<int>(attention.n / attention.m)),
-        flat_rows(attention.q * g), magic((uint64_t{1} << 32) / static_cast<unsigned>(g) + 1) {}
+        flat_rows(attention.q * g), magic(static_cast<uint32_t>((uint64_t{1} << 32) / static_cast<unsigned>(g)) + 1) {}
 
   __device__ int64_t draft_row(int64_t t) const {
-    return g == 1 ? t : static_cast<int64_t>((static_cast<uint64_t>(t) * magic) >> 32);
+    return g == 1 ? t : static_cast<int64_t>(__umulhi(static_cast<uint32_t>(t), magic));
+  }
+  // Number of a flat row among the (row, head) pairs of its sample.
+  __device__ uint32_t query_in_sample(uint32_t t) const {
+    const uint32_t row = g == 1 ? t : __umulhi(t, magic);
+    return row * static_cast<uint32_t>(a.n) + static_cast<uint32_t>(head) * g + (t - row * g);
   }
   // Offset of a flat row in [b, q, n, e].
   __device__ int64_t query(int64_t t) const {
@@ -225,33 +230,51 @@ struct Range4 {
   int least_low, largest_high, largest_low, least_high;
 };
 
+// Which rows of a tile a thread copies: one 16-byte piece of every kStep-th. kStep is a multiple of 8, so all of them are permuted alike.
+template <int E, int Rows, int Threads>
+struct Share {
+  static constexpr int kPieces = E / 8, kStep = Threads / kPieces, kCount = Rows / kStep;
+  static_assert(kStep % 8 == 0 && Rows % kStep == 0);
+  int row = static_cast<int>(threadIdx.x) / kPieces, piece = static_cast<int>(threadIdx.x) % kPieces;
+
+  __device__ uint32_t place(uint32_t tile) const { return Tile<E, Rows>::piece(tile, row, piece); }
+};
+
 // Copies keys begin..begin+63 and their values into two tiles; zeros past the end.
 template <int E, int Threads>
 __device__ inline void fetch_keys(const Places& at, bool own, int begin, uint32_t key_tile, uint32_t value_tile) {
-  constexpr int kPieces = E / 8;
-  const bf16* keys = static_cast<const bf16*>(own ? at.a.block_key_bqme : at.a.context_key_bsme);
-  const bf16* values = static_cast<const bf16*>(own ? at.a.block_value_bqme : at.a.context_value_bsme);
+  const Share<E, kKeys, Threads> share;
   const int end = static_cast<int>(own ? at.a.q : at.a.s);
+  const int64_t from = (own ? at.own_key(begin + share.row) : at.context_key(begin + share.row)) + share.piece * 8;
+  const bf16* keys = static_cast<const bf16*>(own ? at.a.block_key_bqme : at.a.context_key_bsme) + from;
+  const bf16* values = static_cast<const bf16*>(own ? at.a.block_value_bqme : at.a.context_value_bsme) + from;
+  const int64_t step = at.a.m * E * share.kStep;
+  const uint32_t key_place = share.place(key_tile), value_place = share.place(value_tile);
 #pragma unroll
-  for (int i = threadIdx.x; i < kKeys * kPieces; i += Threads) {
-    const int row = i / kPieces, piece = i % kPieces, key = begin + row;
-    const bool valid = key < end;
-    const int64_t from = valid ? (own ? at.own_key(key) : at.context_key(key)) + piece * 8 : 0;
-    copy_async<16>(Tile<E, kKeys>::piece(key_tile, row, piece), keys + from, valid);
-    copy_async<16>(Tile<E, kKeys>::piece(value_tile, row, piece), values + from, valid);
+  for (int i = 0; i < share.kCount; ++i) {
+    const bool valid = begin + share.row + i * share.kStep < end;
+    copy_async<16>(key_place + i * share.kStep * 128, valid ? keys + i * step : static_cast<const bf16*>(at.a.query_bqne), valid);
+    copy_async<16>(value_place + i * share.kStep * 128, valid ? values + i * step : static_cast<const bf16*>(at.a.query_bqne), valid);
   }
 }
 
-// Copies flat rows begin.. of a [b, q, n, e] tensor into a tile; zeros past the end.
-template <int E, int Rows, int Threads>
-__device__ inline void fetch_rows(const Places& at, const void* tensor_bqne, int64_t begin, uint32_t tile) {
-  constexpr int kPieces = E / 8;
+// Copies flat rows begin.. of one or two [b, q, n, e] tensors into tiles; zeros past the end.
+template <int E, int Rows, int Threads, bool kTwo>
+__device__ inline void fetch_rows(const Places& at, const void* first_bqne, const void* second_bqne, int64_t begin, uint32_t first_tile,
+                                  uint32_t second_tile) {
+  const Share<E, Rows, Threads> share;
+  const bf16* first = static_cast<const bf16*>(first_bqne) + at.sample * at.a.q * at.a.n * E + share.piece * 8;
+  const bf16* second = static_cast<const bf16*>(second_bqne) + at.sample * at.a.q * at.a.n * E + share.piece * 8;
+  const uint32_t first_place = share.place(first_tile), second_place = share.place(second_tile);
 #pragma unroll
-  for (int i = threadIdx.x; i < Rows * kPieces; i += Threads) {
-    const int row = i / kPieces, piece = i % kPieces;
-    const bool valid = begin + row < at.flat_rows;
-    const int64_t from = valid ? at.query(begin + row) + piece * 8 : 0;
-    copy_async<16>(Tile<E, Rows>::piece(tile, row, piece), static_cast<const bf16*>(tensor_bqne) + from, valid);
+  for (int i = 0; i < share.kCount; ++i) {
+    const int64_t t = begin + share.row + i * share.kStep;
+    const bool valid = t < at.flat_rows;
+    const uint32_t from = valid ? at.query_in_sample(static_cast<uint32_t>(t)) * E : 0;
+    copy_async<16>(first_place + i * share.kStep * 128, first + from, valid);
+    if (kTwo) {
+      copy_async<16>(second_place + i * share.kStep * 128, second + from, valid);
+    }
   }
 }
 

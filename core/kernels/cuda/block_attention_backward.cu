@@ -15,21 +15,23 @@ constexpr int kSplits = static_cast<int>(attention_splits());
 
 __global__ void __launch_bounds__(256) along_kernel(BlockAttention a) {
   const int lane = threadIdx.x % 32;
-  const int64_t place = static_cast<int64_t>(blockIdx.x) * 8 + threadIdx.x / 32;  // of [b, q, n]
-  if (place >= a.b * a.q * a.n) {
+  const unsigned n = static_cast<unsigned>(a.n), g = static_cast<unsigned>(a.n / a.m), q = static_cast<unsigned>(a.q);
+  const unsigned place = blockIdx.x * 8 + threadIdx.x / 32;  // of [q, n]
+  if (place >= q * n) {
     return;
   }
+  const int64_t from = (static_cast<int64_t>(blockIdx.y) * q * n + place) * a.e;
   float sum = 0;
-  for (int64_t c = lane * 2; c < a.e; c += 64) {
-    float out[2], grad[2];
-    load(out, static_cast<const bf16*>(a.out_bqne) + place * a.e + c);
-    load(grad, static_cast<const bf16*>(a.grad_out_bqne) + place * a.e + c);
-    sum += out[0] * grad[0] + out[1] * grad[1];
+  for (int c = lane * 4; c < a.e; c += 128) {
+    float out[4], grad[4];
+    load(out, static_cast<const bf16*>(a.out_bqne) + from + c);
+    load(grad, static_cast<const bf16*>(a.grad_out_bqne) + from + c);
+    sum += out[0] * grad[0] + out[1] * grad[1] + out[2] * grad[2] + out[3] * grad[3];
   }
   sum = warp_sum(sum);
   if (lane == 0) {
-    const int64_t g = a.n / a.m, head = place % a.n, row = place / a.n % a.q, sample = place / a.n / a.q;
-    a.along_bmr[((sample * a.m + head / g) * a.q + row) * g + head % g] = sum;
+    const unsigned head = place % n, row = place / n;
+    a.along_bmr[((static_cast<int64_t>(blockIdx.y) * a.m + head / g) * q + row) * g + head % g] = sum;
   }
 }
 
@@ -69,8 +71,7 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = warp * 16;
   const uint32_t query_tile = shared_address(shared.query), grad_tile = shared_address(shared.grad);
 
-  fetch_rows<E, kFlat, kThreads>(at, a.query_bqne, begin, query_tile);
-  fetch_rows<E, kFlat, kThreads>(at, a.grad_out_bqne, begin, grad_tile);
+  fetch_rows<E, kFlat, kThreads, true>(at, a.query_bqne, a.grad_out_bqne, begin, query_tile, grad_tile);
   const Range4 context = reinterpret_cast<const Range4*>(a.tiles_bt4)[at.sample * gridDim.x + tile];
   KeyTiles tiles{};
   if (context.largest_high > 0) {
@@ -119,14 +120,14 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
     for (int k = 0; k < E; k += 16) {
       multiply_shared(score, Tile<E, kFlat>::by_columns(query_tile, 0, k), Tile<E, kKeys>::by_columns(key_tile, 0, k), k > 0);
     }
+    products_commit();
 #pragma unroll
     for (int k = 0; k < E; k += 16) {
       multiply_shared(slope, Tile<E, kFlat>::by_columns(grad_tile, 0, k), Tile<E, kKeys>::by_columns(value_tile, 0, k), k > 0);
     }
     products_commit();
-    products_wait<0>();
+    products_wait<1>();  // exponentials are formed while the second product runs
     settle(score);
-    settle(slope);
 #else
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
@@ -155,13 +156,23 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const int upper = c / 2;
-        float p = exp2_fast(score[n][c] * scale - log_sum_exp[upper]);
+        score[n][c] = exp2_fast(score[n][c] * scale - log_sum_exp[upper]);
         if (masked) {
           const int key = key0 + n * 8 + 2 * (lane % 4) + c % 2;
           const int low = own ? bounds[upper].z : bounds[upper].x, high = own ? bounds[upper].w : bounds[upper].y;
-          p = key >= low && key < high ? p : 0.0f;
+          score[n][c] = key >= low && key < high ? score[n][c] : 0.0f;
         }
-        score[n][c] = p * (slope[n][c] - along[upper]);
+      }
+    }
+#if SF_WGMMA
+    products_wait<0>();
+    settle(slope);
+#endif
+#pragma unroll
+    for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        score[n][c] *= slope[n][c] - along[c / 2];
       }
     }
     uint32_t left[kKeys / 16][4];
@@ -226,8 +237,7 @@ struct KeyShared {
 template <int E, bool kOwn>
 __device__ void fetch_row_tile(KeyShared<E>& shared, const Places& at, int64_t bm, int64_t tile, int stage) {
   const int64_t begin = tile * kFlat;
-  fetch_rows<E, kFlat, kThreads>(at, at.a.query_bqne, begin, shared_address(shared.query[stage]));
-  fetch_rows<E, kFlat, kThreads>(at, at.a.grad_out_bqne, begin, shared_address(shared.grad[stage]));
+  fetch_rows<E, kFlat, kThreads, true>(at, at.a.query_bqne, at.a.grad_out_bqne, begin, shared_address(shared.query[stage]), shared_address(shared.grad[stage]));
   const int i = threadIdx.x % kFlat;
   const int64_t t = begin + i;
   const bool inside = t < at.flat_rows;
@@ -245,7 +255,7 @@ __device__ void fetch_row_tile(KeyShared<E>& shared, const Places& at, int64_t b
 template <bool kOwn>
 class RowTiles {
  public:
-  __device__ RowTiles(const Places& at, int key0) : at_(at), key0_(key0), tiles_((at.flat_rows + kFlat - 1) / kFlat) {
+  __device__ RowTiles(const Places& at, int key0, int split) : at_(at), key0_(key0), split_(split), tiles_((at.flat_rows + kFlat - 1) / kFlat) {
     if (kOwn) {
       const int64_t j = at.a.j, last = key0 + kKeys < at.a.q ? key0 + kKeys - 1 : at.a.q - 1;
       next_ = key0 / j * j * at.g / kFlat;
@@ -262,7 +272,7 @@ class RowTiles {
           return -1;
         }
         group_ = next_;
-        const int64_t tile = group_ + static_cast<int64_t>(threadIdx.x % 32) * kSplits + blockIdx.z;
+        const int64_t tile = group_ + static_cast<int64_t>(threadIdx.x % 32) * kSplits + split_;
         bool sees = false;
         if (tile < tiles_) {
           const Range4 range = reinterpret_cast<const Range4*>(at_.a.tiles_bt4)[at_.sample * tiles_ + tile];
@@ -273,13 +283,13 @@ class RowTiles {
       }
       const int first = __ffs(static_cast<int>(seen_)) - 1;
       seen_ &= seen_ - 1;
-      return group_ + static_cast<int64_t>(first) * kSplits + blockIdx.z;
+      return group_ + static_cast<int64_t>(first) * kSplits + split_;
     }
   }
 
  private:
   const Places& at_;
-  int key0_;
+  int key0_, split_;
   int64_t tiles_, next_ = 0, group_ = 0;
   unsigned seen_ = 0;
 };
@@ -288,14 +298,15 @@ template <int E, bool kOwn>
 __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant__ BlockAttention a) {
   extern __shared__ __align__(1024) unsigned char memory[];
   KeyShared<E>& shared = tiles_in<KeyShared<E>>(memory);
-  const int64_t bm = blockIdx.y;
+  const int64_t bm = kOwn ? blockIdx.x : blockIdx.x / kSplits;
+  const int split = kOwn ? 0 : static_cast<int>(blockIdx.x % kSplits);
   const Places at(a, bm);
-  const int key0 = static_cast<int>(blockIdx.x) * kKeys;  // early keys are seen by most rows, so they start first
+  const int key0 = static_cast<int>(blockIdx.y) * kKeys;  // early keys are seen by most rows, so those of all heads start first
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = warp * 16;
   const uint32_t key_tile = shared_address(shared.key), value_tile = shared_address(shared.value);
 
   fetch_keys<E, kThreads>(at, kOwn, key0, key_tile, value_tile);
-  RowTiles<kOwn> tiles(at, key0);
+  RowTiles<kOwn> tiles(at, key0, split);
   int64_t tile = tiles.take();
   if (tile >= 0) {
     fetch_row_tile<E, kOwn>(shared, at, bm, tile, 0);
@@ -329,14 +340,14 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
     for (int k = 0; k < E; k += 16) {
       multiply_shared(p, Tile<E, kKeys>::by_columns(key_tile, 0, k), Tile<E, kFlat>::by_columns(query_tile, 0, k), k > 0);
     }
+    products_commit();
 #pragma unroll
     for (int k = 0; k < E; k += 16) {
       multiply_shared(slope, Tile<E, kKeys>::by_columns(value_tile, 0, k), Tile<E, kFlat>::by_columns(grad_tile, 0, k), k > 0);
     }
     products_commit();
-    products_wait<0>();
+    products_wait<1>();  // exponentials are formed while the second product runs, the gradient of scores while the third does
     settle(p);
-    settle(slope);
 #else
 #pragma unroll
     for (int n = 0; n < kFlat / 8; ++n) {
@@ -359,15 +370,14 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
       }
     }
 #endif
+    uint32_t left[kFlat / 16][4], left_slope[kFlat / 16][4];
 #pragma unroll
     for (int n = 0; n < kFlat / 8; ++n) {
       const int column = n * 8 + 2 * (lane % 4);
       const float2 log_sum_exp = *reinterpret_cast<const float2*>(&shared.log_sum_exp[stage][column]);
-      const float2 along = *reinterpret_cast<const float2*>(&shared.along[stage][column]);
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         p[n][c] = exp2_fast(p[n][c] * scale - (c % 2 ? log_sum_exp.y : log_sum_exp.x));
-        slope[n][c] -= c % 2 ? along.y : along.x;
       }
       if (masked) {
         const int4 bounds = *reinterpret_cast<const int4*>(&shared.bounds[stage][column]);
@@ -378,27 +388,39 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
           p[n][c] = key >= low && key < high ? p[n][c] : 0.0f;
         }
       }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        slope[n][c] *= p[n][c];
-      }
     }
-    uint32_t left[kFlat / 16][4], left_slope[kFlat / 16][4];
 #pragma unroll
     for (int k = 0; k < kFlat / 16; ++k) {
       as_operand(left[k], p[2 * k], p[2 * k + 1]);
-      as_operand(left_slope[k], slope[2 * k], slope[2 * k + 1]);
     }
 #if SF_WGMMA
     settle(left);
-    settle(left_slope);
     settle(grad_value);
-    settle(grad_key);
     products_begin();
 #pragma unroll
     for (int k = 0; k < kFlat / 16; ++k) {
       multiply_registers(grad_value, left[k], Tile<E, kFlat>::by_rows(grad_tile, k * 16));
     }
+    products_commit();
+    products_wait<1>();
+    settle(slope);
+#endif
+#pragma unroll
+    for (int n = 0; n < kFlat / 8; ++n) {
+      const float2 along = *reinterpret_cast<const float2*>(&shared.along[stage][n * 8 + 2 * (lane % 4)]);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        slope[n][c] = p[n][c] * (slope[n][c] - (c % 2 ? along.y : along.x));
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kFlat / 16; ++k) {
+      as_operand(left_slope[k], slope[2 * k], slope[2 * k + 1]);
+    }
+#if SF_WGMMA
+    settle(left_slope);
+    settle(grad_key);
+    products_begin();
 #pragma unroll
     for (int k = 0; k < kFlat / 16; ++k) {
       multiply_registers(grad_key, left_slope[k], Tile<E, kFlat>::by_rows(query_tile, k * 16));
@@ -441,7 +463,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
         *reinterpret_cast<uint32_t*>(static_cast<bf16*>(a.grad_block_key_bqme) + to + n * 8) = pack(k0, k1);
         *reinterpret_cast<uint32_t*>(static_cast<bf16*>(a.grad_block_value_bqme) + to + n * 8) = pack(v0, v1);
       } else {
-        const int64_t part = static_cast<int64_t>(blockIdx.z) * a.b * a.s * a.m * a.e + to + n * 8;
+        const int64_t part = static_cast<int64_t>(split) * a.b * a.s * a.m * a.e + to + n * 8;
         *reinterpret_cast<float2*>(a.partial_key + part) = make_float2(k0, k1);
         *reinterpret_cast<float2*>(a.partial_value + part) = make_float2(v0, v1);
       }
@@ -476,7 +498,7 @@ template <int E>
 Error run(const BlockAttention& a, cudaStream_t stream) {
   const int64_t g = a.n / a.m, q = a.q, tiles = (q * g + kFlat - 1) / kFlat;
   const auto heads = static_cast<unsigned>(a.b * a.m);
-  along_kernel<<<static_cast<unsigned>((a.b * q * a.n + 7) / 8), 256, 0, stream>>>(a);
+  along_kernel<<<dim3(static_cast<unsigned>((q * a.n + 7) / 8), static_cast<unsigned>(a.b)), 256, 0, stream>>>(a);
   tiles_kernel<<<static_cast<unsigned>((a.b * tiles + 127) / 128), 128, 0, stream>>>(a, tiles);
   if (Error error = last_error()) {
     return error;
@@ -488,9 +510,9 @@ Error run(const BlockAttention& a, cudaStream_t stream) {
     }
   }
   query_kernel<E><<<dim3(static_cast<unsigned>(tiles), heads), kThreads, bytes_for<RowShared<E>>(), stream>>>(a);
-  key_kernel<E, true><<<dim3(static_cast<unsigned>((q + kKeys - 1) / kKeys), heads), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
+  key_kernel<E, true><<<dim3(heads, static_cast<unsigned>((q + kKeys - 1) / kKeys)), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
   if (a.s > 0) {
-    key_kernel<E, false><<<dim3(static_cast<unsigned>((a.s + kKeys - 1) / kKeys), heads, kSplits), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
+    key_kernel<E, false><<<dim3(heads * kSplits, static_cast<unsigned>((a.s + kKeys - 1) / kKeys)), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
     const int64_t count = a.b * a.s * a.m * a.e;
     join_kernel<<<static_cast<unsigned>((count / 4 + 255) / 256), 256, 0, stream>>>(a, count);
   }

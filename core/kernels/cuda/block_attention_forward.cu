@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row0 = warp * 16;
   const uint32_t query_tile = shared_address(shared.query);
 
-  fetch_rows<E, kRows, kThreads>(at, a.query_bqne, begin, query_tile);
+  fetch_rows<E, kRows, kThreads, false>(at, a.query_bqne, a.query_bqne, begin, query_tile, query_tile);
   Range4 context;
   const KeyTiles tiles = find_tiles(shared, at, begin, context);
   if (tiles.count() > 0) {
