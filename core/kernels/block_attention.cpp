@@ -337,7 +337,8 @@ bool runs_on_kernels(const BlockAttention& attention) {
     note_slow_path("block_attention", "its kernel takes bfloat16 and head sizes of 64 and 128");
     return false;
   }
-  return true;
+  constexpr int64_t kOffsetsMost = int64_t{1} << 31;  // a sample's offsets are 32 bits wide
+  return attention.query_bqne.numel() / attention.query_bqne.size(0) < kOffsetsMost;
 }
 
 struct KernelInputs {
@@ -353,6 +354,8 @@ cuda::BlockAttention arguments_of(const KernelInputs& in, int64_t block_size, in
           .m = in.context_key.size(2),
           .e = in.query.size(3),
           .q = in.query.size(1),
+          .own = in.query.size(1),
+          .own_per_block = block_size,
           .window_tokens = window_tokens,
           .causal = causal,
           .scale = static_cast<float>(scale),

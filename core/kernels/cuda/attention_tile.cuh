@@ -214,7 +214,7 @@ struct Places {
     return ((sample * a.q + row) * a.n + head * g + (t - row * g)) * a.e;
   }
   __device__ int64_t context_key(int64_t key) const { return ((sample * a.s + key) * a.m + head) * a.e; }
-  __device__ int64_t own_key(int64_t key) const { return ((sample * a.q + key) * a.m + head) * a.e; }
+  __device__ int64_t own_key(int64_t key) const { return ((sample * a.own + key) * a.m + head) * a.e; }
 };
 
 // Key tiles of a run of rows: first those of the context, then those of the rows' own blocks.
@@ -244,7 +244,7 @@ struct Share {
 template <int E, int Threads>
 __device__ inline void fetch_keys(const Places& at, bool own, int begin, uint32_t key_tile, uint32_t value_tile) {
   const Share<E, kKeys, Threads> share;
-  const int end = static_cast<int>(own ? at.a.q : at.a.s);
+  const int end = static_cast<int>(own ? at.a.own : at.a.s);
   const int64_t from = (own ? at.own_key(begin + share.row) : at.context_key(begin + share.row)) + share.piece * 8;
   const bf16* keys = static_cast<const bf16*>(own ? at.a.block_key_bqme : at.a.context_key_bsme) + from;
   const bf16* values = static_cast<const bf16*>(own ? at.a.block_value_bqme : at.a.context_value_bsme) + from;

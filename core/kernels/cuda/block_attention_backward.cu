@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
     tiles.context_tiles = (context.largest_high - tiles.context_begin + kKeys - 1) / kKeys;
   }
   const int64_t last_row = begin + kFlat < at.flat_rows ? begin + kFlat - 1 : at.flat_rows - 1;
-  tiles.own_begin = static_cast<int>(at.draft_row(begin) / a.j * a.j);
-  tiles.own_tiles = static_cast<int>(((at.draft_row(last_row) / a.j + 1) * a.j - tiles.own_begin + kKeys - 1) / kKeys);
+  tiles.own_begin = static_cast<int>(at.draft_row(begin) / a.j * a.own_per_block);
+  tiles.own_tiles = static_cast<int>(((at.draft_row(last_row) / a.j + 1) * a.own_per_block - tiles.own_begin + kKeys - 1) / kKeys);
   fetch_keys<E, kThreads>(at, tiles.is_own(0), tiles.begin(0), shared_address(shared.key[0]), shared_address(shared.value[0]));
   copies_commit();
 
@@ -257,9 +257,9 @@ class RowTiles {
  public:
   __device__ RowTiles(const Places& at, int key0, int split) : at_(at), key0_(key0), split_(split), tiles_((at.flat_rows + kFlat - 1) / kFlat) {
     if (kOwn) {
-      const int64_t j = at.a.j, last = key0 + kKeys < at.a.q ? key0 + kKeys - 1 : at.a.q - 1;
-      next_ = key0 / j * j * at.g / kFlat;
-      tiles_ = ((last / j + 1) * j * at.g + kFlat - 1) / kFlat;
+      const int64_t j = at.a.j, own = at.a.own_per_block, last = key0 + kKeys < at.a.own ? key0 + kKeys - 1 : at.a.own - 1;
+      next_ = key0 / own * j * at.g / kFlat;
+      tiles_ = ((last / own + 1) * j * at.g + kFlat - 1) / kFlat;
     }
   }
   // -1 after the last.
@@ -451,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
     const int key = key0 + row0 + lane / 4 + 8 * upper;
-    if (key >= (kOwn ? a.q : a.s)) {
+    if (key >= (kOwn ? a.own : a.s)) {
       continue;
     }
     const int64_t to = (kOwn ? at.own_key(key) : at.context_key(key)) + 2 * (lane % 4);
@@ -510,7 +510,9 @@ Error run(const BlockAttention& a, cudaStream_t stream) {
     }
   }
   query_kernel<E><<<dim3(static_cast<unsigned>(tiles), heads), kThreads, bytes_for<RowShared<E>>(), stream>>>(a);
-  key_kernel<E, true><<<dim3(heads, static_cast<unsigned>((q + kKeys - 1) / kKeys)), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
+  if (a.own > 0) {
+    key_kernel<E, true><<<dim3(heads, static_cast<unsigned>((a.own + kKeys - 1) / kKeys)), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
+  }
   if (a.s > 0) {
     key_kernel<E, false><<<dim3(heads * kSplits, static_cast<unsigned>((a.s + kKeys - 1) / kKeys)), kThreads, bytes_for<KeyShared<E>>(), stream>>>(a);
     const int64_t count = a.b * a.s * a.m * a.e;

@@ -17,15 +17,17 @@ __global__ void bounds_kernel(BlockAttention a) {
   }
   const int64_t row = at % q, block = row / a.j, slot = row % a.j, place = at / q * a.w + block;
   int4 bounds = make_int4(0, 0, 0, 0);
-  if (a.keep_bw[place]) {
-    const int64_t anchor = a.anchors_bw[place], reach = a.window_tokens > 0 ? a.window_tokens - 1 : INT64_MAX / 2;
+  if (a.keep_bw == nullptr || a.keep_bw[place]) {
+    const int64_t anchor = a.anchors_bw == nullptr ? block + 1 : a.anchors_bw[place], reach = a.window_tokens > 0 ? a.window_tokens - 1 : INT64_MAX / 2;
     const int64_t high = anchor < a.s ? anchor : a.s, low = anchor + slot - reach > 0 ? anchor + slot - reach : 0;
     if (low < high) {
       bounds.x = static_cast<int>(low);
       bounds.y = static_cast<int>(high);
     }
-    bounds.z = static_cast<int>(block * a.j + (slot > reach ? slot - reach : 0));
-    bounds.w = static_cast<int>(block * a.j + (a.causal ? slot + 1 : a.j));
+    if (a.own_per_block > 0) {
+      bounds.z = static_cast<int>(block * a.own_per_block + (slot > reach ? slot - reach : 0));
+      bounds.w = static_cast<int>(block * a.own_per_block + (a.causal ? slot + 1 : a.own_per_block));
+    }
   }
   reinterpret_cast<int4*>(a.bounds_bq4)[at] = bounds;
 }

@@ -88,6 +88,8 @@ struct GroupedConvolution {
 struct BlockAttention {
   int64_t b, s, w, j, n, m, e;
   int64_t q;                   // w * j
+  int64_t own;                 // own keys of a sample: w * own_per_block
+  int64_t own_per_block;       // j, or how many keys stand beside each block; 0: none
   int64_t window_tokens;
   bool causal;
   float scale;
@@ -96,8 +98,8 @@ struct BlockAttention {
   const void* context_value_bsme;
   const void* block_key_bqme;
   const void* block_value_bqme;
-  const int64_t* anchors_bw;
-  const bool* keep_bw;
+  const int64_t* anchors_bw;   // null: block i sees the context up to i itself (attention of a row and what is before it)
+  const bool* keep_bw;         // null: all live
   void* out_bqne;
   float* log_sum_exp_bmr;      // r = q*g flat rows, in units of log2
   int32_t* bounds_bq4;         // per row: context keys [0], [1] and own keys [2], [3], each a half-open range; written by forward
