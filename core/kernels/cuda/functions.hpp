@@ -18,6 +18,8 @@ Error block_attention_backward(const BlockAttention&, void* stream);
 Error head_rows_forward(const HeadRowsForward&, void* stream);
 Error head_rows_backward(const HeadRowsBackward&, void* stream);
 Error head_distance(const HeadDistance&, void* stream);
+Error distill_rows_forward(const DistillRows&, void* stream);
+Error distill_rows_backward(const DistillRows&, void* stream);
 Error segment_sum(const SegmentSum&, void* stream);
 Error adamw(const Adamw&, void* stream);
 Error accumulate_product(const AccumulateProduct&, void* stream);

@@ -165,6 +165,22 @@ struct HeadDistance {
   float* tilt_r;               // sum over v of p * sign(p - q)
 };
 
+/// A draft's rows against a teacher's (sf/ops.hpp, distill_head). Forward reads both and writes the sums; backward writes the gradient over the draft's logits.
+struct DistillRows {
+  Type type;
+  int64_t r, w;
+  void* logits_rw;
+  const void* teacher_rw;
+  const float* log_sum_exp_r;                // of the draft's rows
+  const float* teacher_kept_log_sum_exp_r;   // over the draft's tokens
+  const float* teacher_log_sum_exp_r;        // over the whole vocabulary
+  float* cross_entropy_r;
+  float* acceptance_r;
+  float* below_r;                            // sum of p where p < Q
+  const float* grad_cross_entropy_r;         // backward only; null: zero
+  const float* grad_acceptance_r;
+};
+
 /// table[ids[i]] += rows[order[i]] for ids sorted in ascending order, a run of equal ids summed in order.
 struct SegmentSum {
   Type row_type;
@@ -219,6 +235,8 @@ struct Launchers {
   Error (*head_rows_forward)(const HeadRowsForward&, void* stream);
   Error (*head_rows_backward)(const HeadRowsBackward&, void* stream);
   Error (*head_distance)(const HeadDistance&, void* stream);
+  Error (*distill_rows_forward)(const DistillRows&, void* stream);
+  Error (*distill_rows_backward)(const DistillRows&, void* stream);
   Error (*segment_sum)(const SegmentSum&, void* stream);
   Error (*adamw)(const Adamw&, void* stream);
   Error (*accumulate_product)(const AccumulateProduct&, void* stream);

@@ -17,6 +17,8 @@ extern "C" __attribute__((visibility("default"))) const sf::cuda::Launchers* sf_
       .head_rows_forward = head_rows_forward,
       .head_rows_backward = head_rows_backward,
       .head_distance = head_distance,
+      .distill_rows_forward = distill_rows_forward,
+      .distill_rows_backward = distill_rows_backward,
       .segment_sum = segment_sum,
       .adamw = adamw,
       .accumulate_product = accumulate_product,
