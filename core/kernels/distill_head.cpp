@@ -9,6 +9,7 @@
 #include "core/kernels/distill_head.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/products.hpp"
 #include "core/kernels/row_statistics.hpp"
 #include "core/kernels/shape_check.hpp"
@@ -64,6 +65,10 @@ class Pass {
     const at::Tensor hidden = part(in_.hidden_rh.detach()), head = in_.head_wh.detach();
     at::Tensor logits = logits_.narrow(0, 0, rows);
     at::mm_out(logits, hidden, head.t());
+    if (has_kernels({logits, in_.teacher_logits_rw}) && in_.teacher_log_sum_exp_r.scalar_type() == at::kFloat) {
+      chunk_on_kernels(logits, begin, factors, grad_hidden_rh);
+      return;
+    }
     at::Tensor z = wide(logits);
     const RowMaxima maxima = find_maxima(z, 0);
     part(found_.argmax_r).copy_(maxima.column_r);
@@ -94,13 +99,59 @@ class Pass {
       at::Tensor part_gradient = p.sub_(teacher).mul_(part(factors->cross_entropy_r).unsqueeze(1));
       gradient = gradient.defined() ? gradient.add_(part_gradient) : part_gradient;
     }
-    const at::Tensor rounded = gradient.to(head.scalar_type());
-    at::Tensor target = part(*grad_hidden_rh);
-    at::mm_out(target, rounded, head);
+    multiply(gradient.to(head.scalar_type()), begin, grad_hidden_rh);
+  }
+
+  // The gradient of the logits by the head for the rows, by the rows into the head's buffer.
+  void multiply(const at::Tensor& gradient, int64_t begin, at::Tensor* grad_hidden_rh) {
+    at::Tensor target = grad_hidden_rh->narrow(0, begin, gradient.size(0));
+    at::mm_out(target, gradient, in_.head_wh.detach());
     if (in_.head_gradient_wh.defined()) {
       at::Tensor buffer = in_.head_gradient_wh;
-      add_weight_gradient(buffer, rounded, hidden);
+      add_weight_gradient(buffer, gradient, in_.hidden_rh.detach().narrow(0, begin, gradient.size(0)));
     }
+  }
+
+  // One read of both rows for the sums, one for the gradient, which is written over the logits.
+  void chunk_on_kernels(at::Tensor& logits, int64_t begin, const Factors* factors, at::Tensor* grad_hidden_rh) {
+    const int64_t rows = logits.size(0), w = logits.size(1);
+    const auto part = [&](const at::Tensor& x) { return whole(x.narrow(0, begin, rows)); };
+    const auto floats = logits.options().dtype(at::kFloat), integers = logits.options().dtype(at::kLong);
+    const at::Tensor unused_label = at::zeros({rows}, integers), unused = at::empty({2, rows}, floats), log_sum_exp = at::empty({rows}, floats),
+                     argmax = at::empty({rows}, integers), cross_entropy = at::empty({rows}, floats), acceptance = at::empty({rows}, floats),
+                     below = at::empty({rows}, floats);
+    check_launch("distill_head", cuda_launchers()->head_rows_forward({.type = kernel_type(logits), .r = rows, .v = w, .k = 0, .multiplier = 1, .softcap = 0,
+                                                                      .logits_rv = pointer(logits), .labels_r = unused_label.const_data_ptr<int64_t>(),
+                                                                      .wanted_r = nullptr, .log_sum_exp_r = log_sum_exp.data_ptr<float>(),
+                                                                      .nll_r = unused[0].data_ptr<float>(), .argmax_r = argmax.data_ptr<int64_t>(),
+                                                                      .max_probability_r = unused[1].data_ptr<float>(), .top_values_rk = nullptr,
+                                                                      .top_ids_rk = nullptr, .wanted_values_r = nullptr}, stream_of(logits)));
+    const at::Tensor teacher = part(in_.teacher_logits_rw), kept_log_sum_exp = part(in_.teacher_kept_log_sum_exp_r),
+                     full_log_sum_exp = part(in_.teacher_log_sum_exp_r);
+    cuda::DistillRows arguments{.type = kernel_type(logits), .r = rows, .w = w, .logits_rw = pointer_to_write(logits), .teacher_rw = pointer(teacher),
+                                .log_sum_exp_r = log_sum_exp.const_data_ptr<float>(),
+                                .teacher_kept_log_sum_exp_r = kept_log_sum_exp.const_data_ptr<float>(),
+                                .teacher_log_sum_exp_r = full_log_sum_exp.const_data_ptr<float>(), .cross_entropy_r = cross_entropy.data_ptr<float>(),
+                                .acceptance_r = acceptance.data_ptr<float>(), .below_r = below.data_ptr<float>(), .grad_cross_entropy_r = nullptr,
+                                .grad_acceptance_r = nullptr};
+    check_launch("distill_head", cuda_launchers()->distill_rows_forward(arguments, stream_of(logits)));
+    found_.argmax_r.narrow(0, begin, rows).copy_(argmax);
+    found_.cross_entropy_r.narrow(0, begin, rows).copy_(cross_entropy);
+    found_.acceptance_r.narrow(0, begin, rows).copy_(acceptance);
+    if (factors == nullptr) {
+      return;
+    }
+    at::Tensor of_entropy, of_acceptance;
+    if (factors->cross_entropy_r.defined()) {
+      of_entropy = part(factors->cross_entropy_r.to(at::kFloat));
+    }
+    if (factors->acceptance) {
+      of_acceptance = whole(factors->acceptance(acceptance, begin).to(at::kFloat));
+    }
+    arguments.grad_cross_entropy_r = static_cast<const float*>(pointer(of_entropy));
+    arguments.grad_acceptance_r = static_cast<const float*>(pointer(of_acceptance));
+    check_launch("distill_head backward", cuda_launchers()->distill_rows_backward(arguments, stream_of(logits)));
+    multiply(logits, begin, grad_hidden_rh);
   }
 
   const DistillHead& in_;

@@ -9,6 +9,7 @@
 #include "core/kernels/unroll_attention.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/products.hpp"
 #include "core/kernels/shape_check.hpp"
 
@@ -200,6 +201,108 @@ struct UnrollAttentionFunction : torch::autograd::Function<UnrollAttentionFuncti
   }
 };
 
+// On a GPU the kernels of block attention do it: a block of one row sees the context up to itself, and the later uses' keys of its row are its own ones.
+bool runs_on_kernels(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, at::TensorList extra_keys, at::TensorList extra_values) {
+  if (!has_kernels({query, key, value})) {
+    return false;
+  }
+  for (const at::TensorList& extras : {extra_keys, extra_values}) {
+    for (const at::Tensor& extra : extras) {
+      if (!has_kernels({query, extra})) {
+        return false;
+      }
+    }
+  }
+  if (query.scalar_type() != at::kBFloat16 || (query.size(3) != 64 && query.size(3) != 128)) {
+    note_slow_path("unroll_attention", "its kernel takes bfloat16 and head sizes of 64 and 128");
+    return false;
+  }
+  return query.numel() / query.size(0) < int64_t{1} << 31;
+}
+
+struct KernelUnrollAttention : torch::autograd::Function<KernelUnrollAttention> {
+  static cuda::BlockAttention arguments_of(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& later_keys,
+                                           const at::Tensor& later_values, int64_t x, double scale) {
+    const int64_t s = query.size(1);
+    return {.b = query.size(0),
+            .s = s,
+            .w = s,
+            .j = 1,
+            .n = query.size(2),
+            .m = key.size(2),
+            .e = query.size(3),
+            .q = s,
+            .own = s * x,
+            .own_per_block = x,
+            .window_tokens = 0,
+            .causal = false,
+            .scale = static_cast<float>(scale),
+            .query_bqne = pointer(query),
+            .context_key_bsme = pointer(key),
+            .context_value_bsme = pointer(value),
+            .block_key_bqme = pointer(later_keys),
+            .block_value_bqme = pointer(later_values)};
+  }
+
+  static at::Tensor forward(AutogradContext* context, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                            at::TensorList extra_keys, at::TensorList extra_values, double scale) {
+    const at::Tensor q = whole(query), k = whole(key), v = whole(value);
+    const auto x = static_cast<int64_t>(extra_keys.size());
+    // Beside each other, [b, s, x, m, e].
+    const at::Tensor later_keys = x > 0 ? at::stack(extra_keys, 2) : at::Tensor(), later_values = x > 0 ? at::stack(extra_values, 2) : at::Tensor();
+    cuda::BlockAttention arguments = arguments_of(q, k, v, later_keys, later_values, x, scale);
+    at::Tensor out = at::empty(q.sizes(), q.options());
+    const at::Tensor log_sum_exp = at::empty({arguments.b, arguments.n, arguments.q}, q.options().dtype(at::kFloat));
+    const at::Tensor bounds = at::empty({arguments.b, arguments.q, 4}, q.options().dtype(at::kInt));
+    arguments.out_bqne = pointer_to_write(out);
+    arguments.log_sum_exp_bmr = log_sum_exp.data_ptr<float>();
+    arguments.bounds_bq4 = bounds.data_ptr<int32_t>();
+    check_launch("unroll_attention", cuda_launchers()->block_attention_forward(arguments, stream_of(q)));
+    context->save_for_backward({q, k, v, later_keys, later_values, out, log_sum_exp, bounds});
+    context->saved_data["x"] = x;
+    context->saved_data["scale"] = scale;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list gradients) {
+    const variable_list saved = context->get_saved_variables();
+    const int64_t x = context->saved_data["x"].toInt();
+    cuda::BlockAttention arguments = arguments_of(saved[0], saved[1], saved[2], saved[3], saved[4], x, context->saved_data["scale"].toDouble());
+    const at::Tensor grad_out = whole(gradients[0]);
+    const auto floats = grad_out.options().dtype(at::kFloat);
+    const int64_t tiles = (arguments.q * (arguments.n / arguments.m) + 63) / 64;
+    const at::Tensor along = at::empty({arguments.b, arguments.n, arguments.q}, floats);
+    const at::Tensor ranges = at::empty({arguments.b, tiles, 4}, floats.dtype(at::kInt));
+    const at::Tensor partial = at::empty({2, cuda::attention_splits(), arguments.b, arguments.s, arguments.m, arguments.e}, floats);
+    variable_list made(5);
+    for (size_t i = 0; i < 5; ++i) {
+      made[i] = saved[i].defined() ? at::empty(saved[i].sizes(), saved[i].options()) : at::Tensor();
+    }
+    arguments.out_bqne = saved[5].mutable_data_ptr();
+    arguments.log_sum_exp_bmr = saved[6].data_ptr<float>();
+    arguments.bounds_bq4 = saved[7].data_ptr<int32_t>();
+    arguments.grad_out_bqne = pointer(grad_out);
+    arguments.along_bmr = along.data_ptr<float>();
+    arguments.tiles_bt4 = ranges.data_ptr<int32_t>();
+    arguments.partial_key = partial.data_ptr<float>();
+    arguments.partial_value = partial[1].data_ptr<float>();
+    arguments.grad_query_bqne = pointer_to_write(made[0]);
+    arguments.grad_context_key_bsme = pointer_to_write(made[1]);
+    arguments.grad_context_value_bsme = pointer_to_write(made[2]);
+    arguments.grad_block_key_bqme = pointer_to_write(made[3]);
+    arguments.grad_block_value_bqme = pointer_to_write(made[4]);
+    check_launch("unroll_attention backward", cuda_launchers()->block_attention_backward(arguments, stream_of(grad_out)));
+    variable_list result = {made[0], made[1], made[2]};
+    for (const size_t later : {3, 4}) {
+      for (int64_t i = 0; i < x; ++i) {
+        result.push_back(made[later].select(2, i));
+      }
+    }
+    result.emplace_back();
+    return result;
+  }
+};
+
 }  // namespace
 
 at::Tensor unroll_attention(const UnrollAttention& attention) {
@@ -216,6 +319,10 @@ at::Tensor unroll_attention(const UnrollAttention& attention) {
     for (const at::Tensor& extra : *extras) {
       SF_CHECK_SHAPE(extra, {b, s, m, e});
     }
+  }
+  if (runs_on_kernels(query, key, attention.value_bsme, at::TensorList(attention.extra_keys_bsme), at::TensorList(attention.extra_values_bsme))) {
+    return KernelUnrollAttention::apply(query, key, attention.value_bsme, at::TensorList(attention.extra_keys_bsme),
+                                        at::TensorList(attention.extra_values_bsme), attention.scale);
   }
   return UnrollAttentionFunction::apply(query.contiguous(), key, attention.value_bsme, at::TensorList(attention.extra_keys_bsme),
                                         at::TensorList(attention.extra_values_bsme), attention.scale);

@@ -6,6 +6,7 @@
 #include "core/kernels/vocabulary_teacher.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/cuda_library.hpp"
 #include "core/kernels/row_statistics.hpp"
 #include "core/kernels/shape_check.hpp"
 
@@ -19,6 +20,41 @@ namespace {
 
 constexpr int64_t kRowsCpu = 256, kRowsCuda = 2048;  // logits of a chunk in float32: 256 x 8192 are 8 MiB, 2048 x 32768 are 256 MiB
 constexpr int64_t kColumnsCpu = 8192, kColumnsCuda = 32768;
+
+// Whole rows at a time: one read of the logits for arg-max and log-sum-exp. `argmax` may be undefined.
+void look_at_rows(const at::Tensor& logits_rv, at::Tensor log_sum_exp_r, at::Tensor argmax_r) {
+  const int64_t r = logits_rv.size(0);
+  const at::Tensor unused_label = at::zeros({r}, logits_rv.options().dtype(at::kLong)), unused = at::empty({2, r}, log_sum_exp_r.options());
+  if (!argmax_r.defined()) {
+    argmax_r = at::empty({r}, unused_label.options());
+  }
+  check_launch("vocabulary_teacher",
+               cuda_launchers()->head_rows_forward({.type = kernel_type(logits_rv), .r = r, .v = logits_rv.size(1), .k = 0, .multiplier = 1, .softcap = 0,
+                                                    .logits_rv = pointer(logits_rv), .labels_r = unused_label.const_data_ptr<int64_t>(),
+                                                    .wanted_r = nullptr, .log_sum_exp_r = log_sum_exp_r.data_ptr<float>(),
+                                                    .nll_r = unused[0].data_ptr<float>(), .argmax_r = argmax_r.data_ptr<int64_t>(),
+                                                    .max_probability_r = unused[1].data_ptr<float>(), .top_values_rk = nullptr, .top_ids_rk = nullptr,
+                                                    .wanted_values_r = nullptr}, stream_of(logits_rv)));
+}
+
+void teach_on_kernels(const VocabularyTeacher& teacher, VocabularyTeaching& found) {
+  const int64_t r = teacher.hidden_rh.size(0), v = teacher.head_vh.size(0);
+  at::Tensor logits = at::empty({std::min(kRowsCuda, r), v}, teacher.hidden_rh.options().requires_grad(false));
+  for (int64_t row = 0; row < r; row += kRowsCuda) {
+    const int64_t rows = std::min(kRowsCuda, r - row);
+    at::Tensor z = logits.narrow(0, 0, rows);
+    at::mm_out(z, teacher.hidden_rh.narrow(0, row, rows), teacher.head_vh.t());
+    const auto part = [&](const at::Tensor& x) { return x.narrow(0, row, rows); };
+    look_at_rows(z, part(found.log_sum_exp_r), part(found.argmax_r));
+    if (teacher.kept_w.defined()) {
+      part(found.kept_logits_rw).copy_(z.index_select(1, teacher.kept_w));
+      look_at_rows(whole(part(found.kept_logits_rw)), part(found.kept_log_sum_exp_r), at::Tensor());
+    } else {
+      part(found.kept_logits_rw).copy_(z);
+      part(found.kept_log_sum_exp_r).copy_(part(found.log_sum_exp_r));
+    }
+  }
+}
 
 }  // namespace
 
@@ -50,6 +86,10 @@ VocabularyTeaching vocabulary_teacher(const VocabularyTeacher& teacher) {
   found.log_sum_exp_r = at::empty({r}, hidden.options().dtype(type));
   found.kept_log_sum_exp_r = at::empty({r}, hidden.options().dtype(type));
   found.kept_logits_rw = at::empty({r, w}, hidden.options());
+  if (has_kernels({hidden, head})) {
+    teach_on_kernels(teacher, found);
+    return found;
+  }
   for (int64_t row = 0; row < r; row += step_rows) {
     const int64_t rows = std::min(step_rows, r - row);
     const at::Tensor states = hidden.narrow(0, row, rows);

@@ -4,9 +4,12 @@
 #include "core/base/error.hpp"
 #include "core/kernels/block_attention.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/distill_head.hpp"
 #include "core/kernels/head_objective.hpp"
 #include "core/kernels/lookup.hpp"
 #include "core/kernels/ops.hpp"
+#include "core/kernels/unroll_attention.hpp"
+#include "core/kernels/vocabulary_teacher.hpp"
 #include "core/train/linear.hpp"
 #include "core/train/optimizer.hpp"
 #include "tests/kernels/finite_difference.hpp"
@@ -218,6 +221,33 @@ TEST_CASE("cuda: block attention") {
   }
 }
 
+TEST_CASE("cuda: attention of an unrolled draft, with none, one and several later uses") {
+  if (!has_gpu()) return;
+  at::manual_seed(45);
+  struct Shape {
+    int64_t b, s, n, m, e, x;
+  };
+  for (const Shape& shape : {Shape{2, 70, 4, 2, 64, 0}, Shape{1, 150, 8, 2, 128, 1}, Shape{2, 133, 4, 4, 64, 6}, Shape{1, 40, 6, 2, 128, 3}, Shape{1, 300, 8, 1, 128, 2}}) {
+    Tensors inputs = {random({shape.b, shape.s, shape.n, shape.e}), random({shape.b, shape.s, shape.m, shape.e}), random({shape.b, shape.s, shape.m, shape.e})};
+    for (int64_t i = 0; i < 2 * shape.x; ++i) {
+      inputs.push_back(random({shape.b, shape.s, shape.m, shape.e}));
+    }
+    const Operation operation = [=](const Tensors& in, at::Device) {
+      sf::UnrollAttention a;
+      a.query_bsne = in[0];
+      a.key_bsme = in[1];
+      a.value_bsme = in[2];
+      for (int64_t i = 0; i < shape.x; ++i) {
+        a.extra_keys_bsme.push_back(in[static_cast<size_t>(3 + i)]);
+        a.extra_values_bsme.push_back(in[static_cast<size_t>(3 + shape.x + i)]);
+      }
+      a.scale = 1 / std::sqrt(static_cast<double>(shape.e));
+      return Tensors{sf::unroll_attention(a)};
+    };
+    compare("later uses: " + std::to_string(shape.x), operation, inputs, at::kBFloat16, 8e-3);
+  }
+}
+
 TEST_CASE("cuda: dead blocks of attention give exact zeros and send no gradient") {
   if (!has_gpu()) return;
   at::manual_seed(36);
@@ -398,6 +428,69 @@ TEST_CASE("cuda: head_objective with a teacher and a bias") {
   for (const size_t i : {0, 3, 4, 5}) {
     CAPTURE(i);
     CHECK(relative_distance(found[i].cpu().to(at::kDouble), expected[i]) < 1e-4);  // a sign may turn where p and q agree to the last bits
+  }
+}
+
+TEST_CASE("cuda: distill_head in its three losses: gradients of rows and head, acceptance, arg-max") {
+  if (!has_gpu()) return;
+  at::manual_seed(46);
+  const int64_t r = 50, h = 16, w = 1203;
+  const at::Tensor hidden = random({r, h}), head = random({w, h}), teacher = random({r, w}).mul(2), mask = at::rand({r}, at::kDouble).gt(0.3).to(at::kDouble);
+  const at::Tensor kept = teacher.logsumexp(1), full = kept + 0.4;
+  for (const sf::DistillLoss loss : {sf::DistillLoss::kl, sf::DistillLoss::alpha, sf::DistillLoss::lambda}) {
+    CAPTURE(static_cast<int>(loss));
+    const auto result_on = [&](at::Device device, at::ScalarType type) {
+      const auto there = [&](const at::Tensor& x) { return x.to(device, type); };
+      sf::DistillHead distill;
+      const at::Tensor leaf = there(hidden).requires_grad_();
+      distill.hidden_rh = leaf;
+      distill.head_wh = there(head);
+      distill.head_gradient_wh = at::zeros({w, h}, at::TensorOptions(device).dtype(type));
+      distill.teacher_logits_rw = there(teacher);
+      distill.teacher_kept_log_sum_exp_r = there(kept);
+      distill.teacher_log_sum_exp_r = there(full);
+      distill.mask_r = there(mask);
+      distill.divisor = there(at::full({}, 40.0, at::kDouble));
+      distill.factor = there(at::full({}, 0.7, at::kDouble));
+      distill.loss = loss;
+      distill.kl_scale = 0.8;
+      distill.chunk_rows = 21;
+      at::AutoGradMode record(true);
+      const sf::DistillResult found = sf::distill_head(distill);
+      const at::Tensor gradient = torch::autograd::grad({found.loss}, {leaf})[0];
+      return Tensors{found.loss.detach(), gradient, distill.head_gradient_wh, found.acceptance_r, found.argmax_r};
+    };
+    const Tensors expected = result_on(kCpu, at::kDouble), found = result_on(kGpu, at::kFloat), again = result_on(kGpu, at::kFloat);
+    for (size_t i = 0; i < 4; ++i) {
+      CAPTURE(i);
+      CHECK(relative_distance(found[i].cpu().to(at::kDouble), expected[i]) < 1e-4);  // a comparison may turn where both sides agree to the last bits
+      CHECK(at::equal(found[i], again[i]));
+    }
+    CHECK(at::equal(found[4].cpu(), expected[4]));
+  }
+}
+
+TEST_CASE("cuda: vocabulary_teacher over all tokens and over those that a draft keeps") {
+  if (!has_gpu()) return;
+  at::manual_seed(47);
+  const at::Tensor hidden = random({2100, 16}), head = random({1501, 16});
+  const at::Tensor kept = std::get<0>(at::randperm(1501, at::kLong).narrow(0, 0, 333).sort(0));
+  for (const bool keeps_all : {true, false}) {
+    const auto taught_on = [&](at::Device device, at::ScalarType type) {
+      sf::VocabularyTeacher teacher;
+      teacher.hidden_rh = hidden.to(device, type);
+      teacher.head_vh = head.to(device, type);
+      if (!keeps_all) {
+        teacher.kept_w = kept.to(device);
+        teacher.kept_host_w = kept.contiguous();
+      }
+      return sf::vocabulary_teacher(teacher);
+    };
+    const sf::VocabularyTeaching expected = taught_on(kCpu, at::kDouble), found = taught_on(kGpu, at::kFloat);
+    CHECK(at::equal(found.argmax_r.cpu(), expected.argmax_r));
+    CHECK(relative_distance(found.log_sum_exp_r.cpu().to(at::kDouble), expected.log_sum_exp_r) < 1e-5);
+    CHECK(relative_distance(found.kept_log_sum_exp_r.cpu().to(at::kDouble), expected.kept_log_sum_exp_r) < 1e-5);
+    CHECK(relative_distance(found.kept_logits_rw.cpu().to(at::kDouble), expected.kept_logits_rw) < 1e-5);
   }
 }
 
