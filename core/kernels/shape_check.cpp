@@ -11,12 +11,12 @@ namespace sf {
 void check_shape(const char* file, int line, const at::Tensor& tensor, const char* name, std::initializer_list<int64_t> expected,
                  const char* expected_text) {
   if (!tensor.defined()) {
-    fail_check(file, line, format("{} is undefined, expected {} = {}", name, expected_text, std::vector<int64_t>(expected)));
+    fail_check(file, line, sf::format("{} is undefined, expected {} = {}", name, expected_text, std::vector<int64_t>(expected)));
   }
   const at::IntArrayRef found = tensor.sizes();
   if (!std::equal(found.begin(), found.end(), expected.begin(), expected.end())) {
     fail_check(file, line,
-               format("{} has shape {}, expected {} = {}", name, found.vec(), expected_text, std::vector<int64_t>(expected)));
+               sf::format("{} has shape {}, expected {} = {}", name, found.vec(), expected_text, std::vector<int64_t>(expected)));
   }
 }
 
