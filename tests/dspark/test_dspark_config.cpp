@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <doctest/doctest.h>
 
 #include <set>
@@ -29,7 +30,10 @@ std::string refusal(const std::map<std::string, std::string>& edits, ModelFacts 
     return "";
   } catch (const sf::Error& error) {
     CHECK(error.code() == sf::ExitCode::kUsage);
-    CHECK(!error.hint().empty());
+    // One problem has a hint, several have an advice each.
+    const std::vector<sf::Problem>& problems = error.problems();
+    const bool has_advice = std::all_of(problems.begin(), problems.end(), [](const sf::Problem& one) { return !one.fix.empty(); });
+    CHECK((!error.hint().empty() || (!problems.empty() && has_advice)));
     return error.what();
   }
 }
