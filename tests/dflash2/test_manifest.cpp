@@ -4,36 +4,11 @@
 #include <string>
 #include <vector>
 
-#include "core/base/file.hpp"
-#include "core/recipe/rules.hpp"
-
-using namespace sf;
+#include "tests/draft/manifest_judgement.hpp"
 
 namespace {
 
-std::string judged(const std::vector<std::string>& sets) {
-  Diagnostics problems;
-  const std::string path = std::string(SF_TEST_DATA) + "/../plugins/algorithm/dflash2/plugin.toml";
-  const auto manifest = parse_manifest(read_file(path), path, problems);
-  REQUIRE_MESSAGE(manifest, problems.text());
-  Schema schema;
-  schema.add(host_manifest(), problems);
-  schema.add(*manifest, problems);
-  RawValues raw;
-  std::vector<std::string> all = {"model.target_model_path=\"target\"", "algorithm.name=\"dflash2\""};
-  all.insert(all.end(), sets.begin(), sets.end());
-  apply_overrides(all, raw, problems);
-  const PlanValues values = schema.resolve(raw, {}, false, problems);
-  std::vector<std::string> undecided;
-  const std::set<std::string> names = {"dflash2"};
-  check_rules(manifest->rules, {values, {}, {}, names}, problems, undecided);
-  CHECK(undecided.empty());
-  std::string found;
-  for (const Diagnostic& one : problems.all()) {
-    found += (found.empty() ? "" : " ") + one.id;
-  }
-  return found;
-}
+std::string judged(const std::vector<std::string>& sets) { return sf::testing::judged_by("dflash2", sets); }
 
 }  // namespace
 
