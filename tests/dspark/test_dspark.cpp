@@ -6,11 +6,11 @@
 #include <functional>
 #include <set>
 
-#include "core/kernels/ops.hpp"
 #include "core/train/loader.hpp"
 #include "plugins/algorithm/dspark/objective_unit.hpp"
 #include "sf/json.hpp"
 #include "tests/draft/algorithm_run.hpp"
+#include "tests/draft/plain_context.hpp"
 #include "tests/dspark/dflash_algorithm.hpp"
 #include "tests/dspark/naive_dspark.hpp"
 #include "tests/kernels/finite_difference.hpp"
@@ -245,29 +245,6 @@ TEST_CASE("dspark: bfloat16 weights and computation stay within bfloat16's noise
   }
 }
 
-namespace {
-
-// A unit's context over tensors in hand, for gradients in float64.
-class PlainContext final : public sf::UnitContext {
- public:
-  explicit PlainContext(std::map<std::string, at::Tensor> parameters) : parameters_(std::move(parameters)) {}
-  const at::Tensor& parameter(std::string_view name) override { return parameters_.at(std::string(name)); }
-  at::Tensor linear(std::string_view name, const at::Tensor& x) override {
-    const std::string base(name);
-    const at::Tensor y = at::matmul(x, parameters_.at(base + ".weight").t());
-    return has(base + ".bias") ? y + parameters_.at(base + ".bias") : y;
-  }
-  at::Tensor gradient_buffer(std::string_view) override { return {}; }
-  bool has(std::string_view name) const override { return parameters_.count(std::string(name)) > 0; }
-  sf::Ops& ops() override { return sf::cpu_ops(); }
-  sf::Phase phase() const override { return sf::Phase::forward; }
-
- private:
-  std::map<std::string, at::Tensor> parameters_;
-};
-
-}  // namespace
-
 TEST_CASE("dspark: each loss term alone and all together have the gradients of finite differences, for each Markov head") {
   struct Terms {
     const char* name;
@@ -303,7 +280,7 @@ TEST_CASE("dspark: each loss term alone and all together have the gradients of f
         for (size_t i = 0; i < names.size(); ++i) {
           parameters[names[i]] = in[i + 1];
         }
-        PlainContext context(parameters);
+        sf::testing::PlainContext context(parameters);
         std::vector<at::Tensor> given = {in[0], problem.tables.head_vh.to(at::kDouble)};
         for (const char* name : {"row_index", "row_label", "row_predecessor", "row_mask", "row_weight", "row_cell", "grid_mask"}) {
           given.push_back(batch.at(name));
