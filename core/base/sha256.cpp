@@ -27,7 +27,7 @@ alignas(16) constexpr std::uint32_t kRound[64] = {
 void add_blocks_portable(std::uint32_t* state, const std::uint8_t* data, std::size_t blocks) {
   for (; blocks > 0; --blocks, data += 64) {
     std::uint32_t w[64];
-    for (int t = 0; t < 16; ++t) {
+    for (std::size_t t = 0; t < 16; ++t) {
       std::uint32_t word = 0;
       std::memcpy(&word, data + 4 * t, 4);
       w[t] = __builtin_bswap32(word);
@@ -83,7 +83,7 @@ __attribute__((target("sha,sse4.1,ssse3"))) void add_blocks_sha(std::uint32_t* s
     const __m128i abef_before = abef;
     const __m128i cdgh_before = cdgh;
     __m128i w[4];  // the last sixteen words of the message schedule, four in each
-    for (int i = 0; i < 16; ++i) {
+    for (std::ptrdiff_t i = 0; i < 16; ++i) {
       if (i < 4) {
         w[i] = _mm_shuffle_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data + 16 * i)), kSwap);
       } else {

@@ -153,7 +153,7 @@ CheckpointIndex RankSave::index() const {
 }
 
 fs::path make_partial_folder(const fs::path& run_folder, int64_t step) {
-  const fs::path partial = run_folder / (std::string(kPartialPrefix) + step_folder_name(step));
+  fs::path partial = run_folder / (std::string(kPartialPrefix) + step_folder_name(step));
   on_disk(format("saving step {}", step), [&] {
     fs::remove_all(partial);
     fs::create_directories(partial);

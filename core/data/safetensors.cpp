@@ -265,6 +265,7 @@ void SafetensorsWriter::fail(const std::string& doing, int error_number) const {
 void write_safetensors(const std::filesystem::path& path, const std::vector<TensorView>& tensors,
                        const std::map<std::string, std::string>& metadata, ExitCode failure) {
   std::vector<TensorSpec> specs;
+  specs.reserve(tensors.size());
   for (const TensorView& tensor : tensors) specs.push_back({tensor.name, tensor.dtype, tensor.shape});
   const std::filesystem::path part = path.string() + ".part";
   {

@@ -51,7 +51,7 @@ class Keys {
     return value == nullptr ? otherwise
                             : read<double>(key, *value, [](const Json& json) { return json.as_double(); });
   }
-  [[nodiscard]] std::string text(std::string_view key, std::string otherwise) const {
+  [[nodiscard]] std::string text(std::string_view key, const std::string& otherwise) const {
     const Json* value = find(key);
     return value == nullptr
                ? otherwise
