@@ -101,6 +101,16 @@ std::int64_t BackendOptions::effect(const std::string& name) const {
   return entries_.at(name).effect;
 }
 
+std::vector<std::string> BackendOptions::in_effect() const {
+  std::vector<std::string> out;
+  for (const auto& [name, entry] : entries_) {
+    if (!entry.is_default && entry.effect > 0) {
+      out.push_back(format("{} = {} ({})", entry.key, toml_text(entry.value.value), entry.effect));
+    }
+  }
+  return out;
+}
+
 void BackendOptions::check_claims(Diagnostics& problems) const {
   for (const auto& [name, entry] : entries_) {
     if (entry.value.is_set && !entry.is_claimed) {

@@ -31,6 +31,9 @@ class BackendOptions {
   /// plugin/option-no-effect for each that was set to something else than its default and for which only zeros were reported.
   void check_effects(Diagnostics& problems) const;
 
+  /// "training.shard_frozen_tables = true (2)" for each option that differs from its default and had an effect: how many things it changed.
+  [[nodiscard]] std::vector<std::string> in_effect() const;
+
   [[nodiscard]] bool is_claimed(const std::string& name) const;
   /// -1: nothing was reported.
   [[nodiscard]] std::int64_t effect(const std::string& name) const;

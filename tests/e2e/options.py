@@ -280,6 +280,16 @@ def what_a_backend_does_not_offer_is_refused_by_name_and_one_rank_is_told():
     shutil.rmtree(work.path)
 
 
+def every_option_of_a_backend_says_how_many_things_it_changed_under_two_ranks():
+    work = captured(steps=3)
+    for index, (name, value) in enumerate(BACKEND_OPTIONS.items()):
+        told = work.host("train", "--nproc", "2", "--backend", "fsdp2", "--set", f"training.{name}={value}", "--set", f'run_id="r{index}"').stderr
+        found = re.search(rf"in effect, .*training\.{name} = {re.escape(value)} \((\d+)\)", told)
+        assert found and int(found[1]) > 0, told
+        assert "in effect" not in told.replace(found[0], ""), "told once, and of this option alone"
+    shutil.rmtree(work.path)
+
+
 def static_shapes_and_buckets_change_the_padding_and_not_the_losses():
     work = captured(steps=5)
     runs = {}

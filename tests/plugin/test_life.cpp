@@ -216,8 +216,11 @@ TEST_CASE("options: an option of the host that a plugin claims is read under its
   CHECK(table->report_effect(table->ctx, "training.shard_frozen_tables", 0) == SF_OK);
   CHECK_FALSE(after.has_errors());
   options.check_effects(after);
+  CHECK(options.in_effect().empty());
   REQUIRE(after.error_count() == 1);
   CHECK(after.all()[0].message == "training.shard_frozen_tables was asked for, but nothing in this model is changed by it");
+  CHECK(table->report_effect(table->ctx, "training.shard_frozen_tables", 2) == SF_OK);
+  CHECK(options.in_effect() == std::vector<std::string>{"training.shard_frozen_tables = true (2)"});
 }
 
 TEST_CASE("options: one that a recipe spells out with its default asks for nothing, so no effect is missed") {

@@ -229,6 +229,14 @@ bool RunSession::open(bool start) {
       (void)refuse(without_effect, ExitCode::kPlugin);
       throw RefusedRun(code_);
     }
+    if (std::exchange(tells_effects_, false) && world_.is_lead()) {
+      for (const PluginRegistry::Entry& entry : registry_.entries()) {
+        const std::vector<std::string> options = entry.options->in_effect();
+        if (!options.empty()) {
+          log_info("in effect, with how many things each changed: {}", join(options, ", "));
+        }
+      }
+    }
   };
   for (const PluginRegistry::Entry& entry : registry_.entries()) {
     LoadedPlugin plugin;

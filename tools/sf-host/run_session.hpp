@@ -76,6 +76,7 @@ class RunSession {
   PluginRegistry registry_;
   Engine* engine_ = nullptr;
   EngineContext context_;
+  bool tells_effects_ = true;  // once, when the stack is built
   ExitCode code_ = ExitCode::kOk;
 };
 
