@@ -210,6 +210,11 @@ Rope rope_from_config(const Json& config, int64_t head_dim, RopeRounding roundin
     stretch_llama3(frequencies, places);
   } else if (rope.type == "yarn") {
     rope.attention_scaling = stretch_yarn(frequencies, places, rope.theta, rope.rotary_dim);
+  } else if (rope.type == "dynamic") {
+    refuse("type \"dynamic\" follows the length of each text in Hugging Face's code, and is a fixed table for the "
+           "stretched length in SGLang and vLLM: what is trained with one serves badly with the other",
+           "name the rope that training and serving share: \"default\" is what dynamic is up to "
+           "max_position_embeddings; linear, llama3 and yarn are the same everywhere");
   } else if (rope.type != "default") {
     refuse("type \"" + rope.type + "\" is not known", "default, linear, llama3 and yarn are understood");
   }

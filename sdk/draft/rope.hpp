@@ -4,7 +4,8 @@
 // Out: inverse frequencies and the factor of cos and sin. theta and the type are looked for wherever
 // configurations put them, in both spellings (`rope_theta` with `rope_scaling`; `rope_parameters`), at the
 // top or inside `text_config`. A configuration that says two different things, or a type that is not known,
-// is an error: a wrong rope trains without complaint and serves badly.
+// is an error: a wrong rope trains without complaint and serves badly. So is "dynamic", which engines and
+// Hugging Face's code compute differently.
 //
 // No LibTorch. Formulas: spec of each type as in the papers "RoFormer", "YaRN" and the Llama 3.1 release.
 #pragma once

@@ -68,6 +68,8 @@ TEST_CASE("rope: a configuration that says two things, or nothing that is known,
         "rope: the configuration gives two values for \"rope_theta\", 500000 and 10000");
   CHECK(rope_error(R"({"rope_scaling": {"rope_type": "longrope", "factor": 2}})") ==
         "rope: type \"longrope\" is not known");
+  CHECK(rope_error(R"({"rope_scaling": {"rope_type": "dynamic", "factor": 2}})")
+            .starts_with("rope: type \"dynamic\" follows the length of each text in Hugging Face's code, and is a fixed table"));
   CHECK(rope_error(R"({"rope_scaling": {"factor": 2}})") ==
         "rope: the configuration gives a factor, but no \"rope_type\"");
   CHECK(rope_error(R"({"rope_scaling": {"rope_type": "llama3", "factor": 8}})") ==

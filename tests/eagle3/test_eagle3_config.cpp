@@ -143,6 +143,29 @@ TEST_CASE("eagle3 config: heads, layers, biases and sizes that do not fit are re
   check_refused(refusal(deep), {"num_hidden_layers = 3", "model.draft_num_hidden_layers"});
 }
 
+TEST_CASE("eagle3 config: all mistakes of a configuration are told at once, each with its advice") {
+  ModelFacts facts = facts_with("num_hidden_layers", "2");
+  Json config = Json::parse(facts.draft_config_json);
+  config.set("attention_bias", true).set("tie_word_embeddings", true).set("vocab_size", int64_t{41}).set("draft_vocab_size", int64_t{0});
+  config.set("eagle_config", Json::parse(R"({"eagle_aux_hidden_state_layer_ids": [17, 1, 32]})")).set("fc_norm", "yes").set("hidden_act", "gelu");
+  facts.draft_config_json = config.dump();
+  facts.draft_config_path = "drafts/config.json";
+  try {
+    (void)resolve_eagle3_config(facts, {});
+    FAIL("accepted");
+  } catch (const Error& error) {
+    std::vector<std::string> parts = {"num_hidden_layers = 2", "attention_bias", "tie_word_embeddings", "vocab_size is 41", "draft_vocab_size", "do not ascend", "fc_norm", "gelu"};
+    CAPTURE(error.what());
+    CHECK(error.problems().size() == parts.size());
+    for (const std::string& part : parts) {
+      CAPTURE(part);
+      CHECK(std::any_of(error.problems().begin(), error.problems().end(), [&](const Problem& one) {
+        return one.message.find(part) != std::string::npos && one.place == "drafts/config.json" && !one.fix.empty();
+      }));
+    }
+  }
+}
+
 TEST_CASE("eagle3 config: a draft with another hidden size needs an embedding of its own") {
   ModelFacts facts = facts_with("hidden_size", "24");
   Json config = Json::parse(facts.draft_config_json);

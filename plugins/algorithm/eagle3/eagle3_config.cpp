@@ -1,6 +1,7 @@
 #include "plugins/algorithm/eagle3/eagle3_config.hpp"
 
 #include "sdk/draft/block_config.hpp"
+#include "sdk/draft/config_problems.hpp"
 #include "sf/json.hpp"
 
 #include <algorithm>
@@ -18,7 +19,6 @@ const Json* present(const Json& object, const char* key) {
 }
 
 std::optional<int64_t> integer(const Json& object, const char* key) { return draft::integer_at(&object, key, ""); }
-bool boolean(const Json& object, const char* key, bool fallback) { return draft::boolean_at(&object, key, "").value_or(fallback); }
 std::string list_text(const std::vector<int64_t>& ids) { return "[" + draft::comma_list(ids) + "]"; }
 
 // A configuration in the target's shape.
@@ -96,6 +96,46 @@ int64_t draft_vocabulary(const Json& config, const Eagle3Options& options, int64
   return size;
 }
 
+// Widths and vocabulary against the target's.
+void check_target_sizes(Eagle3Config& config, const Json& json, const Json& target, const Eagle3Options& options, draft::ConfigProblems& problems) {
+  std::optional<int64_t> stated_hidden;
+  problems.attempt("target_hidden_size", [&] { stated_hidden = draft::integer_at(&json, "target_hidden_size", ""); });
+  config.target_hidden = stated_hidden.value_or(config.layers.hidden_size);
+  if (problems.is_bad("target_hidden_size") || problems.is_bad("hidden_size")) {
+    return;
+  }
+  if (config.target_hidden < 1) {
+    problems.add("target_hidden_size", "target_hidden_size is " + std::to_string(config.target_hidden) + ", at least 1 expected");
+    return;
+  }
+  if (!target.is_null()) {
+    const int64_t hidden = draft::integer_at(&draft::text_part(target), "hidden_size", "").value_or(config.target_hidden);
+    if (hidden != config.target_hidden && !stated_hidden) {
+      problems.add("target_hidden_size", "the draft's hidden_size is " + std::to_string(config.layers.hidden_size) + ", the target's " + std::to_string(hidden) +
+                   ", and the draft's configuration has no target_hidden_size",
+                   "set target_hidden_size = " + std::to_string(hidden) + " in it, so that engines size fc alike");
+      return;
+    }
+    if (hidden != config.target_hidden) {
+      problems.add("target_hidden_size", "the draft's configuration has target_hidden_size = " + std::to_string(config.target_hidden) + ", the target's hidden_size is " +
+                   std::to_string(hidden),
+                   "set target_hidden_size = " + std::to_string(hidden));
+      return;
+    }
+    const int64_t vocabulary = draft::vocabulary_size(target);
+    if (vocabulary > 0 && vocabulary != config.layers.vocab_size && !problems.is_bad("vocab_size")) {
+      problems.add("vocab_size", "the draft's vocab_size is " + std::to_string(config.layers.vocab_size) + ", the target's embedding has " + std::to_string(vocabulary) +
+                   " tokens",
+                   "set vocab_size = " + std::to_string(vocabulary) + " in the draft's configuration");
+    }
+  }
+  if (config.target_hidden != config.layers.hidden_size && !options.train_embedding) {
+    problems.add("hidden_size", "the draft's hidden_size is " + std::to_string(config.layers.hidden_size) + ", the target's " + std::to_string(config.target_hidden) +
+                 "; the target's embedding has rows of another length, so the draft needs one of its own",
+                 "set plugin.eagle3.train_embedding = true, or hidden_size = " + std::to_string(config.target_hidden));
+  }
+}
+
 // Writes what was resolved where engines look for it, so that a checkpoint says all that a draft is.
 std::string resolved_text(Json json, const Eagle3Config& config, const ModelFacts& facts, const Json& target) {
   const draft::DraftConfig& layers = config.layers;
@@ -159,71 +199,54 @@ Eagle3Config resolve_eagle3_config(const ModelFacts& facts, const Eagle3Options&
   draft::BlockTexts texts = draft::read_block_texts(facts, [&](const Json& like, int64_t) { return made_config(like, options); });
   const Json& target = texts.target;
   Json& json = texts.draft;
+  draft::ConfigProblems problems(facts.draft_config_path);
+  const auto flag = [&](const char* key, bool fallback) {
+    bool value = fallback;
+    problems.attempt(key, [&] { value = draft::boolean_at(&json, key, "").value_or(fallback); });
+    return value;
+  };
+  const auto whole = [&](const Json& object, const char* key) {
+    std::optional<int64_t> value;
+    problems.attempt(key, [&] { value = draft::integer_at(&object, key, ""); });
+    return value;
+  };
   if (facts.draft_block_size > 0) {
-    draft::refuse_config("model.draft_block_size is set, but an EAGLE3 draft guesses one token after another", "set training.ttt_length, and leave model.draft_block_size out");
+    problems.add("", "model.draft_block_size is set, but an EAGLE3 draft guesses one token after another", "set training.ttt_length, and leave model.draft_block_size out");
   }
-  const int64_t asked = facts.draft_num_hidden_layers > 0 ? facts.draft_num_hidden_layers : integer(json, "num_hidden_layers").value_or(1);
+  const int64_t asked = facts.draft_num_hidden_layers > 0 ? facts.draft_num_hidden_layers : whole(json, "num_hidden_layers").value_or(1);
   if (asked != 1) {
-    draft::refuse_config("the draft has num_hidden_layers = " + std::to_string(asked) + "; an EAGLE3 draft has exactly one layer",
-           facts.draft_num_hidden_layers > 0 ? "leave model.draft_num_hidden_layers out" : kCorrect);
+    problems.add("num_hidden_layers", "the draft has num_hidden_layers = " + std::to_string(asked) + "; an EAGLE3 draft has exactly one layer",
+                 facts.draft_num_hidden_layers > 0 ? "leave model.draft_num_hidden_layers out" : "");
   }
-  if (!json.contains("num_hidden_layers")) {
-    json.set("num_hidden_layers", int64_t{1});
+  if (asked != 1 || !json.contains("num_hidden_layers")) {
+    json.set("num_hidden_layers", int64_t{1});  // its own mistake is told; what follows is about one layer
   }
 
   Eagle3Config config;
-  config.layers = draft::read_draft_config(json, facts.rope_rounding == "reference" ? draft::RopeRounding::kReference : draft::RopeRounding::kExact);
-  if (config.layers.architecture != kEagle3Architecture) {
-    draft::refuse_config("the draft's architecture is \"" + config.layers.architecture + "\"; this plugin trains " + kEagle3Architecture,
-           "choose another algorithm.name, or correct \"architectures\"");
+  config.layers = draft::read_draft_config(json, facts.rope_rounding == "reference" ? draft::RopeRounding::kReference : draft::RopeRounding::kExact, problems);
+  if (!problems.is_bad("architectures") && config.layers.architecture != kEagle3Architecture) {
+    problems.add("architectures", "the draft's architecture is \"" + config.layers.architecture + "\"; this plugin trains " + kEagle3Architecture,
+                 "choose another algorithm.name, or correct \"architectures\"");
   }
   if (config.layers.attention_bias) {
-    draft::refuse_config("the draft's configuration has attention_bias = true; EAGLE3 drafts have no biases, and an engine would look for them", "set it to false");
+    problems.add("attention_bias", "the draft's configuration has attention_bias = true; EAGLE3 drafts have no biases, and an engine would look for them", "set it to false");
   }
   if (std::find(config.layers.sliding.begin(), config.layers.sliding.end(), true) != config.layers.sliding.end()) {
-    draft::refuse_config("the draft's configuration asks for sliding-window attention; the layer of an EAGLE3 draft is causal over everything", kCorrect);
+    problems.add("layer_types", "the draft's configuration asks for sliding-window attention; the layer of an EAGLE3 draft is causal over everything");
   }
-  if (boolean(json, "tie_word_embeddings", false)) {
-    draft::refuse_config("the draft's configuration has tie_word_embeddings = true, but a draft's head is its own", "set it to false");
+  if (flag("tie_word_embeddings", false)) {
+    problems.add("tie_word_embeddings", "the draft's configuration has tie_word_embeddings = true, but a draft's head is its own", "set it to false");
   }
-  config.fc_norm = boolean(json, "fc_norm", false);
-  config.norm_output = boolean(json, "norm_output", true);
-
-  const std::optional<int64_t> stated_hidden = integer(json, "target_hidden_size");
-  config.target_hidden = stated_hidden.value_or(config.layers.hidden_size);
-  int64_t target_count = -1;
-  if (!target.is_null()) {
-    const Json& text = draft::text_part(target);
-    target_count = integer(text, "num_hidden_layers").value_or(-1);
-    const int64_t hidden = integer(text, "hidden_size").value_or(config.target_hidden);
-    if (hidden != config.target_hidden && !stated_hidden && config.layers.hidden_size != hidden) {
-      draft::refuse_config("the draft's hidden_size is " + std::to_string(config.layers.hidden_size) + ", the target's " + std::to_string(hidden) +
-                 ", and the draft's configuration has no target_hidden_size",
-             "set target_hidden_size = " + std::to_string(hidden) + " in it, so that engines size fc alike");
-    }
-    if (hidden != config.target_hidden) {
-      draft::refuse_config("the draft's configuration has target_hidden_size = " + std::to_string(config.target_hidden) + ", the target's hidden_size is " +
-                 std::to_string(hidden),
-             "set target_hidden_size = " + std::to_string(hidden));
-    }
-    const int64_t vocabulary = draft::vocabulary_size(target);
-    if (vocabulary > 0 && vocabulary != config.layers.vocab_size) {
-      draft::refuse_config("the draft's vocab_size is " + std::to_string(config.layers.vocab_size) + ", the target's embedding has " + std::to_string(vocabulary) +
-                 " tokens",
-             "set vocab_size = " + std::to_string(vocabulary) + " in the draft's configuration");
-    }
-  }
-  if (config.target_hidden < 1) {
-    draft::refuse_config("target_hidden_size is " + std::to_string(config.target_hidden) + ", at least 1 expected", kCorrect);
-  }
-  if (config.target_hidden != config.layers.hidden_size && !options.train_embedding) {
-    draft::refuse_config("the draft's hidden_size is " + std::to_string(config.layers.hidden_size) + ", the target's " + std::to_string(config.target_hidden) +
-               "; the target's embedding has rows of another length, so the draft needs one of its own",
-           "set plugin.eagle3.train_embedding = true, or hidden_size = " + std::to_string(config.target_hidden));
-  }
-  config.draft_vocabulary = draft_vocabulary(json, options, config.layers.vocab_size);
-  config.target_layer_ids = target_layers(facts, json, target_count);
-  check_layers(config.target_layer_ids, target_count);
+  config.fc_norm = flag("fc_norm", false);
+  config.norm_output = flag("norm_output", true);
+  const int64_t target_count = target.is_null() ? -1 : whole(draft::text_part(target), "num_hidden_layers").value_or(-1);
+  check_target_sizes(config, json, target, options, problems);
+  problems.attempt("draft_vocab_size", [&] { config.draft_vocabulary = draft_vocabulary(json, options, config.layers.vocab_size); });
+  problems.attempt("eagle_config", [&] {
+    config.target_layer_ids = target_layers(facts, json, target_count);
+    check_layers(config.target_layer_ids, target_count);
+  });
+  problems.finish();
   config.json = resolved_text(std::move(json), config, facts, target);
   return config;
 }
