@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <span>
@@ -34,9 +35,26 @@ TokenSample random_tokens(const Workload& workload, int64_t index) {
   return sample;
 }
 
+/// [rows, columns] normal values in `dtype` on the CPU. Every stretch of 2^18 values has a generator of its own, so that all threads draw and the
+/// values do not depend on how many there are.
+at::Tensor random_matrix(int64_t rows, int64_t columns, double deviation, at::ScalarType dtype, uint64_t seed, uint64_t index) {
+  constexpr int64_t kStretch = 1 << 18;
+  const at::Tensor matrix_rc = at::empty({rows, columns}, dtype);
+  const at::Tensor flat_n = matrix_rc.view({-1});
+  const int64_t stretches = (flat_n.numel() + kStretch - 1) / kStretch;
+  const uint64_t own = seed * 1000003 + index + 1;
+  at::parallel_for(0, stretches, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t stretch = begin; stretch < end; ++stretch) {
+      at::Generator generator = generator_for(own, static_cast<uint64_t>(stretch));
+      const int64_t first = stretch * kStretch;
+      flat_n.narrow(0, first, std::min(kStretch, flat_n.numel() - first)).normal_(0.0, deviation, generator);
+    }
+  });
+  return matrix_rc;
+}
+
 at::Tensor random_feature(const Workload& workload, int64_t index, size_t feature, int64_t length, int64_t columns) {
-  at::Generator generator = generator_for(workload.seed + 1 + feature, static_cast<uint64_t>(2 * index + 1));
-  return at::empty({length, columns}, at::kBFloat16).normal_(0.0, 1.0, generator);
+  return random_matrix(length, columns, 1.0, at::kBFloat16, workload.seed + 1 + feature, static_cast<uint64_t>(2 * index + 1));
 }
 
 }  // namespace
@@ -48,8 +66,7 @@ std::string Workload::text() const {
 
 TargetTables random_tables(const Description& description, const Workload& workload, at::ScalarType dtype, at::Device device) {
   const auto table = [&](uint64_t index) {
-    at::Generator generator = generator_for(workload.seed, 1'000'000 + index);
-    return at::empty({workload.vocab, workload.hidden}, at::TensorOptions().dtype(dtype)).normal_(0.0, 0.02, generator).to(device);
+    return random_matrix(workload.vocab, workload.hidden, 0.02, dtype, workload.seed, 1'000'000 + index).to(device);
   };
   TargetTables tables;
   if (description.needs_embedding) {
