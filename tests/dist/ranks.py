@@ -202,14 +202,31 @@ def a_port_in_use_is_told():
     shutil.rmtree(work.path)
 
 
-def ranks_by_hand(work, port, rows, limit="20s"):
-    """Ranks as another launcher starts them: one process each, variables of torchrun. rows: extra arguments of each."""
+def variables_of_torchrun(rank, size, port):
+    return {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def variables_of_a_pod(rank, size, port):
+    return {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+
+
+def variables_of_mpirun(rank, size, port):
+    return {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": size,
+            "MASTER_PORT": port}
+
+
+def variables_of_srun(rank, size, port):
+    return {"SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": size, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_NODES": 1, "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_JOB_ID": 4711, "SLURM_STEP_ID": 0, "MASTER_PORT": port}
+
+
+def ranks_by_hand(work, port, rows, limit="20s", variables=variables_of_torchrun):
+    """Ranks as another launcher starts them: one process each, with that one's variables. rows: extra arguments of each, None: does not come."""
     processes = []
     for rank, extra in enumerate(rows):
         if extra is None:
             continue
-        environment = {**ENVIRONMENT, "RANK": str(rank), "WORLD_SIZE": str(len(rows)), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(rows)),
-                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**ENVIRONMENT, **{name: str(value) for name, value in variables(rank, len(rows), port).items()}}
         command = [HOST, "train", work.path / "recipe.toml", *FSDP2, "--set", 'data.eval_hidden_states_path=""', "--set", f'training.dist_timeout="{limit}"', *extra]
         processes.append(subprocess.Popen(command, cwd=work.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
     results = [process.communicate(timeout=60) for process in processes]
@@ -224,10 +241,38 @@ def free_port():
 
 def ranks_of_another_launcher_join():
     work = Ranks(steps=3)
-    codes, results = ranks_by_hand(work, free_port(), [(), ()])
-    assert codes == [0, 0], results
-    expect(results[0][0], "RANK=0", "WORLD_SIZE=2")
-    assert len(work.losses()) == 3
+    curves = []
+    for index, (variables, *named) in enumerate([(variables_of_torchrun, "RANK=0", "WORLD_SIZE=2"), (variables_of_a_pod, "Kubernetes", "RANK=0"),
+                                                 (variables_of_mpirun, "OMPI_COMM_WORLD_RANK=0"), (variables_of_srun, "SLURM_PROCID=0")]):
+        run = ("--set", f'run_id="r{index}"')
+        codes, results = ranks_by_hand(work, free_port(), [run, run], variables=variables)
+        assert codes == [0, 0], results
+        expect(results[0][0], *named)
+        curves.append(work.curve(f"r{index}"))
+    assert len(curves[0]) == 3 and all(curve == curves[0] for curve in curves), curves
+    shutil.rmtree(work.path)
+
+
+def several_machines_are_one_run():  # two launchers, as two machines start them; both are this one
+    work = Ranks(steps=3)
+    work.train("--set", "training.batch_size=4", run="one")
+    port = free_port()
+    def start(node, *more):
+        command = [HOST, "train", work.path / "recipe.toml", *FSDP2, "--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{port}",
+                   "--set", 'data.eval_hidden_states_path=""', "--set", 'training.dist_timeout="20s"', *more]
+        return subprocess.Popen(command, cwd=work.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    nodes = [start(0), start(1)]
+    told = [finish(node, 40, 0) for node in nodes]
+    close(work.curve("one"), work.curve("tiny"))
+    assert not errors_in("".join(told)), told
+    # A rank that dies on one machine ends the other, and rank 0's machine says why.
+    long = ("--set", "training.max_steps=4000", "--set", 'run_id="killed"', "--set", "training.save_interval=0")
+    nodes = [start(0, *long), start(1, *long)]
+    metrics = work.path / "out" / "killed" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 60, "no progress")
+    os.kill(children_of(nodes[1])[0], signal.SIGKILL)
+    told = [finish(node, 20, 6) for node in nodes]
+    expect(told[0], "rank 1 was killed by signal 9")
     shutil.rmtree(work.path)
 
 
@@ -287,4 +332,4 @@ def what_makes_no_sense_is_refused_before_anything_starts():
 if __name__ == "__main__":
     run_cases([value for value in list(globals().values()) if callable(value) and getattr(value, "__module__", "") == "__main__"
                and value.__doc__ is None and value.__name__ not in
-               ("close", "children_of", "is_alive", "wait_until", "finish", "errors_in", "free_port")])
+               ("close", "children_of", "is_alive", "wait_until", "finish", "errors_in", "free_port") and not value.__name__.startswith("variables_of")])

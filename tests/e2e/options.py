@@ -21,8 +21,8 @@ WITH_FAKE = ("--plugin", f"fake_effect={FAKE}", "--backend", "fake_effect")
 BENCH = ("--warmup", "1", "--steps", "1", "--repeats", "1")
 
 
-def captured(steps=4):
-    work = Work(steps=steps)
+def captured(steps=4, algorithm="dflash2"):
+    work = Work(steps=steps, algorithm=algorithm)
     work.host("capture")
     return work
 
@@ -173,13 +173,40 @@ OPTIONS = {
     "plugin.dflash2.selector_top_k": ("train", "2"),
     "plugin.dflash2.dpace_normalization": ("train", '"batch"', 'training.loss_type="dpace"'),
 }
+# What the other algorithms declare, from recipes of their own.
+OPTIONS_OF = {
+    "dspark": {
+        "training.num_anchors": ("train", "3"),
+        "training.loss_decay_gamma": ("train", "2.0"),
+        "training.dspark_ce_loss_alpha": ("train", "0.5"),
+        "training.dspark_l1_loss_alpha": ("train", "0.5"),
+        "training.dspark_confidence_head_alpha": ("train", "0.5"),
+        "plugin.dspark.schedule_threshold": ("eval", "0.05"),
+        "plugin.dspark.markov_rank": ("train", "4"),
+        "plugin.dspark.markov_head_type": ("train", '"gated"'),
+        "plugin.dspark.enable_confidence_head": ("train", "false", "training.dspark_confidence_head_alpha=0"),
+        "plugin.dspark.confidence_head_with_markov": ("train", "false"),
+    },
+    "eagle3": {
+        "training.ttt_length": ("train", "2"),
+        "training.loss_decay_gamma": ("train", "2.0"),
+        "training.lk_loss_type": ("train", '"alpha"'),
+        "training.kl_scale": ("train", "0.5", 'training.lk_loss_type="lambda"'),
+        "training.kl_decay": ("train", "3.0", 'training.lk_loss_type="lambda"'),
+        "model.vocab_mapping_path": ("train", '"nowhere.safetensors"', ENDS),
+        "plugin.eagle3.draft_vocab_size": ("train", "100"),
+        "plugin.eagle3.train_embedding": ("train", "true"),
+        "plugin.eagle3.architecture": ("train", '"eagle3.1"'),
+    },
+}
 # What changes is speed or memory alone, which a tiny run does not show.
-SILENT = {"data.capture_batch_size": "how many samples go through the target at once", "training.objective_chunk_blocks": "memory of the head",
+SILENT = {"training.objective_chunk_rows": "memory of the head", "training.compact_teacher": "sets the chunk below",
+          "training.compact_teacher_chunk_size": "memory of the teacher", "data.capture_batch_size": "how many samples go through the target at once", "training.objective_chunk_blocks": "memory of the head",
           "training.dist_timeout": "shows when a rank is stuck: tests/dist/ranks.py"}
 
 
-def declared():
-    for manifest in ("core/recipe/host.toml", "plugins/algorithm/dflash2/plugin.toml"):
+def declared(*manifests):
+    for manifest in manifests:
         table = tomllib.loads((TESTS.parent / manifest).read_text())
         for name in table["options"]:
             yield name if "." in name or table["plugin"]["kind"] == "host" else f"plugin.{table['plugin']['name']}.{name}"
@@ -215,13 +242,12 @@ def observed(work, verb, sets, place):
     return seen
 
 
-def each_option_changes_something_or_ends_the_run():
-    known = set(declared())
-    assert known == set(OPTIONS) | set(SILENT), known ^ (set(OPTIONS) | set(SILENT))
-    work, many = captured(), None
+def walk(work, options):
+    """Each option alone against a run without it. Removes `work`."""
+    many = None
     work.host("train", "--set", "training.max_steps=2")
     counter, before, silent = itertools.count(), {}, []
-    for key, (verb, value, *given) in OPTIONS.items():
+    for key, (verb, value, *given) in options.items():
         here = work
         sets = ["training.max_steps=5"] if verb == "train" else []
         if "samples=600" in given:
@@ -251,8 +277,21 @@ def each_option_changes_something_or_ends_the_run():
             if found == base:
                 silent.append(f"{verb} {key} = {value}")
     assert not silent, f"accepted, and nothing changed: {silent}"
-    for one in (work, many):
+    for one in filter(None, (work, many)):
         shutil.rmtree(one.path)
+
+
+def each_option_changes_something_or_ends_the_run():
+    known = set(declared("core/recipe/host.toml", "plugins/algorithm/dflash2/plugin.toml")) - set(SILENT)
+    assert known == set(OPTIONS), known ^ set(OPTIONS)
+    walk(captured(), OPTIONS)
+
+
+def each_option_of_the_other_algorithms_changes_something_or_ends_the_run():
+    for algorithm, options in OPTIONS_OF.items():
+        known = set(declared(f"plugins/algorithm/{algorithm}/plugin.toml")) - set(SILENT)
+        assert known == set(options), known ^ set(options)
+        walk(captured(algorithm=algorithm), options)
 
 
 BACKEND_OPTIONS = {"shard_frozen_tables": "true", "reduce_scatter_max_input_buffers": "2", "separate_reduce_scatter_group": "true",
@@ -287,6 +326,7 @@ def every_option_of_a_backend_says_how_many_things_it_changed_under_two_ranks():
         found = re.search(rf"in effect, .*training\.{name} = {re.escape(value)} \((\d+)\)", told)
         assert found and int(found[1]) > 0, told
         assert "in effect" not in told.replace(found[0], ""), "told once, and of this option alone"
+        expect(work.host("bench", *BENCH, "--nproc", "2", "--backend", "fsdp2", "--set", f"training.{name}={value}").stderr, found[0])
     shutil.rmtree(work.path)
 
 

@@ -31,10 +31,8 @@ device = "cpu"
 [model]
 target_model_path = "{target}"
 torch_dtype = "float32"
-draft_num_hidden_layers = 2
-draft_block_size = 4
-target_layer_ids = [1, 3]
-mask_token_id = 1
+draft_num_hidden_layers = {layers}
+{block}target_layer_ids = {target_layers}
 
 [data]
 train_data_path = "train.jsonl"
@@ -52,26 +50,24 @@ learning_rate = 1e-2
 warmup_ratio = 0.1
 save_interval = 7
 log_interval = 1
-num_anchors = 6
-
+{settings}
 [backend]
 sharding = "single"
 
 [algorithm]
-name = "dflash2"
+name = "{algorithm}"
 
-[plugin.dflash2]
-conv_kernel_size = 2
-conv_group_size = 8
-selector_rank = 4
-selector_top_k = 4
-"""
+[plugin.{algorithm}]
+{options}"""
+SETTINGS = {"dflash2": "num_anchors = 6\n", "dspark": "num_anchors = 6\n", "eagle3": "ttt_length = 3\n"}  # of [training]
+OPTIONS = {"dflash2": "conv_kernel_size = 2\nconv_group_size = 8\nselector_rank = 4\nselector_top_k = 4\n", "dspark": "markov_rank = 8\n",
+           "eagle3": "draft_vocab_size = 200\n"}
 
 
 class Work:
     """A folder with conversations and a recipe; removed at the end."""
 
-    def __init__(self, steps=40, target=TARGET, samples=24):
+    def __init__(self, steps=40, target=TARGET, samples=24, algorithm="dflash2"):
         self.path = pathlib.Path(tempfile.mkdtemp(prefix="sf-e2e-"))
         draw = random.Random(5)
         vocab = json.loads((TARGET / "config.json").read_text())["vocab_size"]
@@ -83,10 +79,13 @@ class Work:
                     while len(ids) < length:  # a learnable text: mostly the next number
                         ids.append(ids[-1] % (vocab - 2) + 2 if draw.random() < 0.9 else draw.randrange(2, vocab))
                     file.write(json.dumps({"id": f"{name}/{index}", "input_ids": ids, "loss_mask": [0] * 4 + [1] * (length - 4)}) + "\n")
-        self.write_recipe(steps, target)
+        self.write_recipe(steps, target, algorithm)
 
-    def write_recipe(self, steps=40, target=TARGET):
-        (self.path / "recipe.toml").write_text(RECIPE.format(steps=steps, target=target))
+    def write_recipe(self, steps=40, target=TARGET, algorithm="dflash2"):
+        is_eagle3 = algorithm == "eagle3"
+        (self.path / "recipe.toml").write_text(RECIPE.format(
+            steps=steps, target=target, algorithm=algorithm, settings=SETTINGS[algorithm], options=OPTIONS[algorithm], layers=1 if is_eagle3 else 2,
+            block="" if is_eagle3 else "draft_block_size = 4\nmask_token_id = 1\n", target_layers="[1, 3, 5]" if is_eagle3 else "[1, 3]"))
 
     def host(self, verb, *arguments, code=0, recipe="recipe.toml"):
         done = subprocess.run([HOST, verb, self.path / recipe, *arguments], cwd=self.path, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
