@@ -189,7 +189,6 @@ OPTIONS_OF = {
     },
     "eagle3": {
         "training.ttt_length": ("train", "2"),
-        "training.loss_decay_gamma": ("train", "2.0"),
         "training.lk_loss_type": ("train", '"alpha"'),
         "training.kl_scale": ("train", "0.5", 'training.lk_loss_type="lambda"'),
         "training.kl_decay": ("train", "3.0", 'training.lk_loss_type="lambda"'),
