@@ -19,7 +19,7 @@ namespace sf {
 /// One place of the stack and the plugin in it. `path` is empty for what is built in (the checkpoint writer
 /// "sync").
 struct PlanPlugin {
-  std::string slot;  // "algorithm", "transform", "sharding", "checkpoint"
+  std::string slot;  // "algorithm", "transform", "sharding", "checkpoint", "tracker"
   std::string name, version, sha256;
   std::filesystem::path path;
   std::vector<std::string> provides;
@@ -36,7 +36,7 @@ struct Plan {
   PlanValues values;                   // by full key: "training.batch_size", "plugin.fp8.gather"
   std::map<std::string, Value> facts;  // "fact.world_size", "model.hidden_size": what is known here
   PlanRanks ranks;
-  std::vector<PlanPlugin> stack;       // algorithm, transforms in order, sharding, checkpoint
+  std::vector<PlanPlugin> stack;       // algorithm, transforms in order, sharding, checkpoint, trackers
   std::vector<std::string> undecided;  // "fp8/device: needs fact.device.sm"
   Diagnostics warnings;
   std::vector<std::string> unsafe_paths;  // folders accepted by --allow-unsafe-path

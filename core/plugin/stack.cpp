@@ -13,10 +13,11 @@ struct Slot {
   const char* key;
   const char* kind;
 };
-constexpr std::array<Slot, 4> kSlots = {{{"algorithm.name", "algorithm"},
+constexpr std::array<Slot, 5> kSlots = {{{"algorithm.name", "algorithm"},
                                          {"backend.transforms", "transform"},
                                          {"backend.sharding", "sharding"},
-                                         {"backend.checkpoint", "checkpoint"}}};
+                                         {"backend.checkpoint", "checkpoint"},
+                                         {"backend.trackers", "tracker"}}};
 
 constexpr std::array<const char*, 1> kBuiltInWriters = {"sync"};
 
@@ -54,11 +55,11 @@ std::vector<std::string> names_of(const Slot& slot, const RawValues& values, Pla
 std::string how_to_write(const std::string& kind, const std::string& name) {
   for (const Slot& slot : kSlots) {
     if (slot.kind == kind) {
-      return kind == "transform" ? format("{} = [\"{}\"]", slot.key, name)
-                                 : format("{} = \"{}\"", slot.key, name);
+      return kind == "transform" || kind == "tracker" ? format("{} = [\"{}\"]", slot.key, name)
+                                                      : format("{} = \"{}\"", slot.key, name);
     }
   }
-  return "a plugin of that kind has no place in a recipe yet";
+  return "another name: a plugin of that kind has no place in a recipe";
 }
 
 }  // namespace
@@ -93,6 +94,7 @@ void apply_backend_flag(const std::string& text, const Catalog& catalog, RawValu
                         Diagnostics& problems) {
   std::string origin = "--backend";
   std::vector<std::string> transforms;
+  std::vector<std::string> trackers;
   std::string sharding;
   std::string checkpoint;
   for (const std::string& name : split(text, '+')) {
@@ -105,15 +107,15 @@ void apply_backend_flag(const std::string& text, const Catalog& catalog, RawValu
       kind = file->manifest->kind;
     }
     std::string* single = kind == "sharding" ? &sharding : kind == "checkpoint" ? &checkpoint : nullptr;
-    if (kind == "transform") {
-      transforms.push_back(name);
+    if (kind == "transform" || kind == "tracker") {
+      (kind == "transform" ? transforms : trackers).push_back(name);
     } else if (single == nullptr || !single->empty()) {
       problems.error(
           {.id = "plugin/backend-slot",
            .message =
                single == nullptr
                    ? format(
-                         "\"{}\" in --backend {} is of kind {}, expected sharding, transform or checkpoint",
+                         "\"{}\" in --backend {} is of kind {}, expected sharding, transform, checkpoint or tracker",
                          name, text, kind)
                    : format("--backend {} names two plugins of kind {}: \"{}\" and \"{}\"", text, kind,
                             *single, name),
@@ -123,6 +125,9 @@ void apply_backend_flag(const std::string& text, const Catalog& catalog, RawValu
     }
   }
   values["backend.transforms"] = raw_texts(transforms, origin);
+  if (!trackers.empty()) {
+    values["backend.trackers"] = raw_texts(trackers, origin);
+  }
   if (!sharding.empty()) {
     values["backend.sharding"] = raw_text(sharding, origin);
   }

@@ -1,5 +1,5 @@
 // core/plugin/stack.hpp: the plugins of a run: one algorithm, transforms in the order written, one sharding
-// backend, one checkpoint writer.
+// backend, one checkpoint writer, any number of trackers.
 #pragma once
 
 #include <set>
@@ -13,14 +13,14 @@
 namespace sf {
 
 struct StackMember {
-  std::string slot;  // "algorithm", "transform", "sharding", "checkpoint"
+  std::string slot;  // "algorithm", "transform", "sharding", "checkpoint", "tracker"
   std::string key;   // "backend.transforms"
   std::string name;
   const PluginFile* file = nullptr;  // null: built in
 };
 
 struct Stack {
-  std::vector<StackMember> members;  // algorithm, transforms, sharding, checkpoint: the order of creation
+  std::vector<StackMember> members;  // algorithm, transforms, sharding, checkpoint, trackers: the order of creation
   bool is_complete = true;           // false when a plugin could not be had
 
   [[nodiscard]] std::vector<Manifest> manifests() const;

@@ -25,6 +25,7 @@
 #include "core/train/schedule.hpp"
 #include "core/train/session.hpp"
 #include "core/train/step.hpp"
+#include "core/train/tracking.hpp"
 
 namespace sf {
 namespace {
@@ -101,6 +102,11 @@ class TrainingRun {
     saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer(), save_peers());
     if (session_->is_lead()) {
       metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
+      trackers_ = std::make_unique<Trackers>(context_.plugins, Trackers::Run{.run_id = plan_.get<std::string>("run_id"),
+                                                                             .run_folder = std::filesystem::absolute(session_->run_folder),
+                                                                             .recipe = plan_.recipe_text(),
+                                                                             .updates_done = progress_.update,
+                                                                             .updates_total = horizon_.windows});
       atomic_write(session_->run_folder / "recipe.toml", plan_.recipe_text(), ExitCode::kCheckpoint);
     }
   }
@@ -119,6 +125,9 @@ class TrainingRun {
       } catch (const Error& error) {
         keep_finished_updates(error);
       }
+    }
+    if (trackers_ != nullptr) {
+      trackers_->finish();
     }
     return summary();
   }
@@ -416,6 +425,7 @@ class TrainingRun {
   void write_metrics(const Json& line) {
     if (metrics_file_ != nullptr) {
       metrics_file_->write(line);
+      trackers_->record(line.at("step").as_int(), line);
     }
   }
 
@@ -506,6 +516,9 @@ class TrainingRun {
     json.set("unusable_samples", static_cast<int64_t>(unusable_.reasons.size()));
     json.set("empty_windows", empty_windows_);
     json.set("memory_peak_bytes", memory_use(session_->placement.device).peak);
+    if (trackers_ != nullptr) {
+      json.set("tracker_failures", trackers_->failures());
+    }
     if (first_evaluation_) {
       json.set("eval_before", first_evaluation_->to_json());
     }
@@ -528,7 +541,8 @@ class TrainingRun {
   std::unique_ptr<Trainer> trainer_;
   SyncWriter sync_writer_;
   std::unique_ptr<CheckpointSaver> saver_;
-  std::unique_ptr<MetricsFile> metrics_file_;
+  std::unique_ptr<MetricsFile> metrics_file_;   // rank 0's, as the trackers are
+  std::unique_ptr<Trackers> trackers_;
   std::unique_ptr<FolderLock> lock_;
 
   RunProgress progress_;

@@ -148,8 +148,10 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
   const auto target_folder = plan.get<std::filesystem::path>("model.target_model_path");
   session->context = &context;
   session->plan = &plan;
-  session->algorithm = &algorithm_of(context);
-  session->sharding = &sharding_of(context);
+  session->algorithm_calls = std::make_unique<NamedAlgorithm>(algorithm_of(context), plan.get<std::string>("algorithm.name"));
+  session->sharding_calls = std::make_unique<NamedSharding>(sharding_of(context), plan.get<std::string>("backend.sharding"));
+  session->algorithm = session->algorithm_calls.get();
+  session->sharding = session->sharding_calls.get();
   session->ops = &cpu_ops();
   session->seed = static_cast<uint64_t>(plan.get<int64_t>("training.seed"));
   session->run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");

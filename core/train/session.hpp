@@ -13,6 +13,7 @@
 #include "core/train/engine.hpp"
 #include "core/train/loader.hpp"
 #include "core/train/optimizer.hpp"
+#include "core/train/plugin_calls.hpp"
 #include "core/train/tape.hpp"
 #include "sf/algorithm.hpp"
 #include "sf/backend.hpp"
@@ -48,6 +49,8 @@ struct Session {
   Ops* ops = nullptr;
   Description description;
   TargetTables tables;
+  std::unique_ptr<NamedAlgorithm> algorithm_calls;   // what `algorithm` and `sharding` point to: the plugins, with their names on what they throw
+  std::unique_ptr<NamedSharding> sharding_calls;
   std::unique_ptr<TapeRunner> runner;
   std::string target_fingerprint;
   std::filesystem::path run_folder;     // output_dir / run_id

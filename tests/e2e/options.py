@@ -45,6 +45,14 @@ def an_option_with_an_effect_lets_every_verb_through():
     shutil.rmtree(work.path)
 
 
+def what_a_plugin_throws_names_it_and_the_call():
+    work = captured()
+    for call in ("build", "begin_window"):
+        done = work.host("train", *WITH_FAKE, "--set", f"plugin.fake_effect.throw_in={call}", "--set", f'run_id="{call}"', code=1)
+        expect(done.stderr, f'plugin "fake_effect" failed in {call}: told to throw')
+    shutil.rmtree(work.path)
+
+
 def an_option_that_nobody_read_ends_every_verb():
     work = captured()
     for verb, *arguments in (["train"], ["eval", "--checkpoint", "untrained"], ["capture"], ["export", "--output", work.path / "export"], ["bench", *BENCH]):

@@ -1,4 +1,6 @@
 // single, with options whose effect counts are what the recipe says.
+#include <stdexcept>
+#include <string>
 #include <string_view>
 
 #include "plugins/sharding/single/single.hpp"
@@ -9,9 +11,10 @@ namespace {
 class Counting final : public sf::Sharding {
  public:
   explicit Counting(const sf::Options& options)
-      : options_(options), at_build_(options.get<int64_t>("at_build")), in_window_(options.get<int64_t>("in_window")) {}
+      : options_(options), at_build_(options.get<int64_t>("at_build")), in_window_(options.get<int64_t>("in_window")), throw_in_(options.get<std::string>("throw_in")) {}
 
   void build(const std::vector<sf::UnitSpec>& units, const sf::Placement& placement) override {
+    fail("build");
     single_.build(units, placement);
     options_.report_effect("at_build", at_build_);
   }
@@ -26,7 +29,10 @@ class Counting final : public sf::Sharding {
   }
   at::Tensor whole(int64_t unit, int64_t parameter) override { return single_.whole(unit, parameter); }
   void plan(sf::Phase phase, const std::vector<int64_t>& order) override { single_.plan(phase, order); }
-  void begin_window() override { single_.begin_window(); }
+  void begin_window() override {
+    fail("begin_window");
+    single_.begin_window();
+  }
   void begin_evaluation() override { single_.begin_evaluation(); }
   void end_evaluation() override { single_.end_evaluation(); }
   void before_use(int64_t unit, sf::Phase phase, int64_t uses_left) override { single_.before_use(unit, phase, uses_left); }
@@ -36,8 +42,18 @@ class Counting final : public sf::Sharding {
   void abandon() override { single_.abandon(); }
 
  private:
+  struct Private : std::runtime_error {   // a type that nobody else knows
+    using std::runtime_error::runtime_error;
+  };
+  void fail(const std::string& call) const {
+    if (throw_in_ == call) {
+      throw Private("told to throw");
+    }
+  }
+
   sf::Options options_;
   int64_t at_build_, in_window_;
+  std::string throw_in_;
   sf::SingleSharding single_;
 };
 

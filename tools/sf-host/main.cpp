@@ -117,7 +117,7 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("set", po::value(&command.overrides)->value_name("KEY=VALUE")->composing(),
         "override a key of the recipe; later wins; paths are relative to the current folder");
     add("backend", po::value(&command.backend)->value_name("A+B+C"),
-        "short for backend.sharding, .transforms and .checkpoint: fsdp2+fp8+async_ckpt");
+        "short for backend.sharding, .transforms, .checkpoint and .trackers: fsdp2+fp8+async_ckpt");
   }
   if (name == "train" || name == "plan" || name == "bench") {
     add("nproc", po::value(&command.launch.nproc)->value_name("N"),
