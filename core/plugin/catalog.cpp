@@ -263,7 +263,12 @@ HostBuild this_host(const std::string& torch_variant, const fs::path& engine) {
     ElfProblem problem;
     if (std::optional<ElfFile> elf = read_elf(engine, problem)) {
       out.library_folders.push_back(engine.parent_path());
-      out.library_folders.insert(out.library_folders.end(), elf->run_path.begin(), elf->run_path.end());
+      for (std::string folder : elf->run_path) {
+        if (folder.starts_with("$ORIGIN")) {
+          folder = engine.parent_path().string() + folder.substr(7);
+        }
+        out.library_folders.emplace_back(std::move(folder));
+      }
     }
   }
   return out;

@@ -1,11 +1,16 @@
 # sf_add_plugin(name KIND sharding|transform|algorithm|checkpoint|tracker TIER c|torch_cxx
-#               MANIFEST plugin.toml SOURCES a.cpp ... [LINK target ...] [FOLDER dir])
+#               MANIFEST plugin.toml SOURCES a.cpp ... [LINK target ...] [FOLDER dir] [CHECK argument ...])
 #
-# One plugin: a MODULE library lib/sf/plugins/<name>.so that exports sf_plugin_entry_v1 and nothing else, is never unloaded, and has
-# its manifest embedded. The macro SF_PLUGIN in one of the sources writes the build note; name and version come from the manifest.
+# One plugin: a MODULE library lib/sf/plugins/<name>.so of the build folder that exports sf_plugin_entry_v1 and nothing else, is never unloaded, and
+# has its manifest embedded. The macro SF_PLUGIN in one of the sources writes the build note; name and version come from the manifest.
+# It is installed to lib/sf/plugins, and a test check.<name> runs sf-plugin-check over it, with the arguments of CHECK. A plugin that goes to
+# another FOLDER is neither.
 
 function(sf_add_plugin name)
-  cmake_parse_arguments(arg "" "KIND;TIER;MANIFEST;FOLDER" "SOURCES;LINK" ${ARGN})
+  cmake_parse_arguments(arg "" "KIND;TIER;MANIFEST;FOLDER" "SOURCES;LINK;CHECK" ${ARGN})
+  if(arg_UNPARSED_ARGUMENTS)
+    message(FATAL_ERROR "sf_add_plugin(${name}): unknown arguments ${arg_UNPARSED_ARGUMENTS}")
+  endif()
   if(NOT arg_KIND MATCHES "^(sharding|transform|algorithm|checkpoint|tracker)$")
     message(FATAL_ERROR "sf_add_plugin(${name}): KIND is '${arg_KIND}', expected sharding, transform, algorithm, checkpoint or tracker")
   endif()
@@ -48,7 +53,7 @@ __asm__(
   set(variant "")
   if(arg_TIER STREQUAL torch_cxx)
     if(NOT COMMAND sf_use_torch)
-      message(FATAL_ERROR "sf_add_plugin(${name}): TIER torch_cxx needs LibTorch; set Sf_TORCH_ROOT and SF_TORCH=ON")
+      message(FATAL_ERROR "sf_add_plugin(${name}): TIER torch_cxx needs LibTorch${SF_TORCH_WANTED}; set Sf_TORCH_ROOT to the torch folder of its wheel")
     endif()
     sf_use_torch(${name})
     set(variant "${SF_TORCH_VARIANT}")
@@ -57,12 +62,19 @@ __asm__(
   target_compile_definitions(${name} PRIVATE SF_PLUGIN_NAME="${name}" SF_PLUGIN_VERSION="${version}"
                                              SF_PLUGIN_TORCH_VARIANT="${variant}")
   target_compile_options(${name} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fno-gnu-unique>)
+  if(NOT CMAKE_BUILD_TYPE AND NOT CMAKE_CONFIGURATION_TYPES)
+    target_compile_options(${name} PRIVATE -O2)   # of a project that says nothing
+  endif()
   target_link_options(${name} PRIVATE -Wl,-z,defs -Wl,-z,nodelete -Wl,--no-undefined
                                       -Wl,--version-script=${CMAKE_CURRENT_FUNCTION_LIST_DIR}/plugin.map)
   set_property(TARGET ${name} APPEND PROPERTY LINK_DEPENDS ${CMAKE_CURRENT_FUNCTION_LIST_DIR}/plugin.map)
   if(NOT arg_FOLDER)
     set(arg_FOLDER ${CMAKE_BINARY_DIR}/lib/sf/plugins)
     install(TARGETS ${name} LIBRARY DESTINATION lib/sf/plugins)
+    if(SF_PLUGIN_CHECK)
+      add_test(NAME check.${name} COMMAND ${SF_PLUGIN_CHECK} $<TARGET_FILE:${name}> ${arg_CHECK})
+      set_tests_properties(check.${name} PROPERTIES TIMEOUT 120 ENVIRONMENT "OMP_NUM_THREADS=1")
+    endif()
   endif()
   set_target_properties(${name} PROPERTIES
     PREFIX "" SUFFIX ".so" LIBRARY_OUTPUT_DIRECTORY ${arg_FOLDER}
