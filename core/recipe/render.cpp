@@ -119,7 +119,8 @@ Json schema_of(const Option& option) {
     }
   }
   if (option.default_value) {
-    out.set("default", value_json(*option.default_value));
+    const std::string text = option.type == Type::duration ? toml_text(*option.default_value, option.type) : "";   // as a recipe writes it: "600s"
+    out.set("default", text.empty() ? value_json(*option.default_value) : Json(text.substr(1, text.size() - 2)));
   }
   return out;
 }
@@ -195,6 +196,49 @@ std::string recipes_markdown(const std::vector<Manifest>& manifests) {
   for (const Manifest& manifest : manifests) {
     for (const MovedKey& moved : manifest.moved) {
       out += format("| `{}` | `{}` |\n", moved.from, moved.to);
+    }
+  }
+  return out;
+}
+
+std::string plugins_markdown(const std::vector<Manifest>& manifests) {
+  std::string out = "\n| name | kind | provides | summary |\n|---|---|---|---|\n";
+  for (const Manifest& manifest : manifests) {
+    if (manifest.kind != "host") {
+      out += format("| [`{}`](#{}) | {} | {} | {} |\n", manifest.name, manifest.name, manifest.kind, join(manifest.provides, ", "), cell(manifest.summary));
+    }
+  }
+  for (const Manifest& manifest : manifests) {
+    if (manifest.kind == "host") {
+      continue;
+    }
+    out += format("\n## {}\n\n{} {}: {}.\n", manifest.name, manifest.kind, manifest.version, manifest.summary);
+    for (const auto& [what, names] : {std::pair("Provides", &manifest.provides), std::pair("Wants", &manifest.wants), std::pair("Conflicts with", &manifest.conflicts),
+                                      std::pair("Acts on the host's options", &manifest.claims)}) {
+      if (!names->empty()) {
+        out += format("\n{}: `{}`.\n", what, join(*names, "`, `"));
+      }
+    }
+    if (!manifest.options.empty()) {
+      out += "\n| key | type | default | allowed | meaning |\n|---|---|---|---|---|\n";
+      for (const Option& option : manifest.options) {
+        const std::string allowed = !option.choices.empty() ? join(option.choices, ", ") : !option.form.empty() ? option.form : range_words(option);
+        const std::string fallback = option.default_value ? "`" + display_text(*option.default_value, option.type) + "`" : "required";
+        out += format("| `{}` | {} | {}{} | {} | {}{} |\n", option.key, type_name(option.type), fallback, option.unit.empty() ? "" : " " + option.unit, cell(allowed),
+                      cell(option.help), option.is_fixed ? " (fixed on resume)" : "");
+      }
+    }
+    if (!manifest.rules.empty()) {
+      out += "\n| rule | action | message | fix |\n|---|---|---|---|\n";
+      for (const Rule& rule : manifest.rules) {
+        out += format("| `{}` | {} | {} | {} |\n", rule.id, rule.action == RuleAction::warn ? "warning" : "error", cell(rule.message), cell(rule.fix));
+      }
+    }
+    if (!manifest.reads.empty()) {
+      out += "\n| reads | type | shape | what |\n|---|---|---|---|\n";
+      for (const ReadTensor& read : manifest.reads) {
+        out += format("| `{}` | {} | [{}] | {} |\n", read.name, read.dtype, join(read.shape, ", "), cell(read.help));
+      }
     }
   }
   return out;

@@ -30,4 +30,7 @@ namespace sf {
 
 [[nodiscard]] Json value_json(const Value& value);
 
+/// docs/plugins.md: each plugin with what it provides and wants, its options and its rules; the host's own manifest is left out.
+[[nodiscard]] std::string plugins_markdown(const std::vector<Manifest>& manifests);
+
 }  // namespace sf

@@ -56,7 +56,9 @@ TEST_CASE("layout: a folder of core includes only itself and what stands before 
                     include.file << " includes " << include.target);
       ++seen;
     }
-    bool is_outside = include.file.starts_with("sdk/") || include.file.starts_with("plugins/");
+    // The host for tests and the checker are made of the trainer's own parts; authors get them as binaries.
+    bool is_made_of_core = include.file.starts_with("sdk/testing/") || include.file.starts_with("sdk/check/");
+    bool is_outside = (include.file.starts_with("sdk/") && !is_made_of_core) || include.file.starts_with("plugins/");
     CHECK_MESSAGE(!(is_outside && include.target.starts_with("core/")),
                   include.file << " includes " << include.target);
   }

@@ -13,7 +13,7 @@
 #include "plugins/sharding/fsdp2/fsdp2.hpp"
 #include "plugins/sharding/single/single.hpp"
 #include "sf/error.hpp"
-#include "tests/sharding/small_draft.hpp"
+#include "sdk/testing/small_draft.hpp"
 
 using namespace sf;
 using namespace sf::testing;

@@ -1,0 +1,406 @@
+// Checks of the kinds that see tensors: algorithms, sharding backends, transforms.
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/base/text.hpp"
+#include "core/data/safetensors.hpp"
+#include "core/export/hf_export.hpp"
+#include "core/model/tensor_view.hpp"
+#include "sdk/check/check.hpp"
+#include "sdk/testing/fake_comm.hpp"
+#include "sdk/testing/lone_plugin.hpp"
+#include "sdk/testing/plugin_test.hpp"
+#include "sdk/testing/small_draft.hpp"
+#include "sdk/testing/tiny_facts.hpp"
+
+namespace sf::check {
+namespace {
+
+using sf::testing::DraftRun;
+using sf::testing::LonePlugin;
+using sf::testing::TinyOutcome;
+using sf::testing::TinyRun;
+using sf::testing::TinySetup;
+
+// ---- algorithms
+
+/// A started algorithm over the tiny model.
+struct Tiny {
+  LonePlugin plugin;
+  Algorithm& algorithm;
+  ModelFacts facts;
+  std::unique_ptr<TinyRun> run;
+
+  explicit Tiny(const Candidate& candidate, const TinySetup& setup = {})
+      : plugin(candidate.file, candidate.entry, candidate.values(), candidate.services), algorithm(started(plugin)),
+        facts(sf::testing::facts_from(candidate.values(), candidate.target)), run(std::make_unique<TinyRun>(algorithm, facts, setup)) {}
+  TinyRun* operator->() const { return run.get(); }
+
+ private:
+  static Algorithm& started(LonePlugin& plugin) {
+    plugin.require(plugin.create(), "create");
+    plugin.require(plugin.start(), "start");
+    return *static_cast<Algorithm*>(const_cast<void*>(plugin.get_interface(kAlgorithmInterface)));
+  }
+};
+
+std::string shape_text(const Description& description) {
+  std::string out;
+  for (const UnitSpec& unit : description.units) {
+    out += unit.name + " " + unit.prefix + " " + unit.shard_group + "\n";
+    for (const ParameterSpec& parameter : unit.parameters) {
+      out += format("  {} {} {} {}\n", parameter.name, parameter.shape, parameter.trainable, parameter.idle);
+    }
+  }
+  return out;
+}
+
+Outcome describes(const Candidate& candidate) {
+  LonePlugin plugin(candidate.file, candidate.entry, candidate.values(), candidate.services);
+  plugin.require(plugin.create(), "create");   // not started: `plan` asks it so
+  auto& algorithm = *static_cast<Algorithm*>(const_cast<void*>(plugin.get_interface(kAlgorithmInterface)));
+  const ModelFacts facts = sf::testing::facts_from(candidate.values(), candidate.target);
+  const Description first = algorithm.describe(facts), second = algorithm.describe(facts);
+  if (shape_text(first) != shape_text(second) || first.draft_config_json != second.draft_config_json) {
+    return failed("describe gives something else when it is called again");
+  }
+  std::set<std::string> names, units;
+  for (const UnitSpec& unit : first.units) {
+    if (unit.name.empty() || unit.shard_group.empty() || !units.insert(unit.name).second) {
+      return failed(format("unit \"{}\" has no name of its own, or no shard group", unit.name));
+    }
+    for (const ParameterSpec& parameter : unit.parameters) {
+      if (!names.insert(unit.prefix + parameter.name).second) {
+        return failed(format("two parameters are called \"{}{}\"", unit.prefix, parameter.name));
+      }
+      if (std::any_of(parameter.shape.begin(), parameter.shape.end(), [](std::int64_t size) { return size < 1; })) {
+        return failed(format("\"{}{}\" has shape {}", unit.prefix, parameter.name, parameter.shape));
+      }
+    }
+  }
+  const auto reads = [&](const char* name) { return std::any_of(first.reads.begin(), first.reads.end(), [&](const FeatureRead& read) { return read.name == name; }); };
+  if (!reads("input_ids") || !reads("loss_mask")) {
+    return failed("it does not read input_ids and loss_mask: no batch would have tokens");
+  }
+  if (first.draft_config_json.empty() || !Json::parse(first.draft_config_json).is_object()) {
+    return failed("draft_config_json is no JSON object; checkpoints and exports carry it");
+  }
+  return passed(format("{} units, {} parameters", first.units.size(), names.size()));
+}
+
+Outcome learns(const Candidate& candidate) {
+  Tiny tiny(candidate);
+  const double before = tiny->gradients().loss;
+  for (int step = 0; step < 25; ++step) {
+    tiny->train();
+  }
+  const TinyOutcome after = tiny->gradients();
+  if (!(after.loss < before)) {
+    return failed(format("25 updates at a rate of 1e-2 on 8 samples take the loss from {} to {}", before, after.loss));
+  }
+  const TinyOutcome evaluated = tiny->evaluate();
+  const auto found = evaluated.metrics.find("acceptance_length");
+  if (found == evaluated.metrics.end() || !(found->second >= 1)) {
+    return failed("evaluating reports no acceptance_length of at least 1; `best` and `eval` compare it");
+  }
+  return passed(format("loss {} to {}", format_fixed(before, 3), format_fixed(after.loss, 3)));
+}
+
+Outcome same_bits(const Candidate& candidate) {
+  Tiny tiny(candidate);
+  for (int step = 0; step < 3; ++step) {
+    tiny->train();
+  }
+  const TinyOutcome first = tiny->gradients(), second = tiny->gradients();
+  if (first.loss != second.loss) {
+    return failed(format("the same window gives loss {} and then {}", first.loss, second.loss));
+  }
+  for (const auto& [name, gradient] : first.gradients) {
+    const auto again = second.gradients.find(name);
+    if (again == second.gradients.end() || !at::equal(gradient, again->second)) {
+      return failed(format("the gradient of {} differs between two runs over the same window", name));
+    }
+  }
+  return passed(format("{} gradients", first.gradients.size()));
+}
+
+Outcome recomputes(const Candidate& candidate) {
+  Tiny plain(candidate);
+  const TinyOutcome expected = plain->gradients();
+  TinySetup setup;
+  setup.recompute = {"*"};
+  Tiny again(candidate, setup);
+  const TinyOutcome found = again->gradients();
+  for (const auto& [name, gradient] : expected.gradients) {
+    const auto other = found.gradients.find(name);
+    if (other == found.gradients.end() || !at::equal(gradient, other->second)) {
+      return failed(format("training.recompute = [\"*\"] changes the gradient of {}", name));
+    }
+  }
+  return found.loss == expected.loss ? passed() : failed("training.recompute = [\"*\"] changes the loss");
+}
+
+Outcome dead_batch(const Candidate& candidate) {
+  Tiny tiny(candidate);
+  tiny->train();
+  const TinyOutcome dead = tiny->dead();
+  if (dead.denominator != 0) {
+    return failed(format("weigh gives {} for a batch without samples", dead.denominator));
+  }
+  if (dead.loss != 0) {
+    return failed(format("the loss of a batch without samples is {}", dead.loss));
+  }
+  for (const auto& [name, gradient] : dead.gradients) {
+    if (!at::equal(gradient, at::zeros_like(gradient))) {
+      return failed(format("a batch without samples gives {} a gradient of norm {}", name, gradient.norm().item<double>()));
+    }
+  }
+  for (const auto& [name, value] : dead.metrics) {
+    if (!std::isfinite(value)) {
+      return failed(format("a batch without samples makes {} {}", name, value));
+    }
+  }
+  return passed();
+}
+
+// Each tensor is moved along its own gradient: the loss has to change as fast as the gradient's norm says. In float32 a step must be large against rounding and
+// small against the loss's curvature, so several are tried; a wrong gradient agrees with none.
+constexpr double kGradientTolerance = 0.02;
+
+Outcome gradients_are_right(const Candidate& candidate) {
+  Tiny tiny(candidate);
+  for (int step = 0; step < 5; ++step) {
+    tiny->train();   // away from a start where much is zero
+  }
+  const TinyOutcome outcome = tiny->gradients();
+  double largest = 0;
+  for (const auto& [name, gradient] : outcome.gradients) {
+    largest = std::max(largest, gradient.norm().item<double>());
+  }
+  std::vector<std::string> wrong;
+  int checked = 0;
+  double worst = 0;
+  auto weights = tiny->weights();
+  for (const auto& [name, gradient] : outcome.gradients) {
+    const double norm = gradient.norm().item<double>();
+    if (!(norm > 1e-4 * largest)) {
+      continue;   // lost in the loss's rounding
+    }
+    at::Tensor weight = weights.at(name);
+    const at::Tensor kept = weight.clone(), direction = at::div(gradient, norm);
+    const auto loss_at = [&](double step) {
+      at::NoGradGuard no_grad;
+      weight.copy_(at::add(kept, direction, step));
+      const double loss = tiny->gradients().loss;
+      weight.copy_(kept);
+      return loss;
+    };
+    double best = INFINITY, slope = 0;
+    for (const double change : {1e-3, 1e-4, 1e-2, 3e-5}) {
+      const double step = change * std::abs(outcome.loss) / norm;
+      const double found = (loss_at(step) - loss_at(-step)) / (2 * step);
+      if (const double error = std::abs(found - norm) / norm; error < best) {
+        best = error;
+        slope = found;
+      }
+      if (best < kGradientTolerance) {
+        break;
+      }
+    }
+    ++checked;
+    worst = std::max(worst, best);
+    if (!(best < kGradientTolerance)) {
+      wrong.push_back(format("{}: the loss rises by {} where the gradient's norm is {}", name, slope, norm));
+    }
+  }
+  if (!wrong.empty()) {
+    return failed(join(wrong, "; "));
+  }
+  return checked > 0 ? passed(format("{} tensors, at most {} % off", checked, format_fixed(100 * worst, 2))) : failed("no tensor has a gradient");
+}
+
+Outcome exports(const Candidate& candidate) {
+  const sf::testing::TemporaryFolder folder;
+  Tiny tiny(candidate);
+  for (int step = 0; step < 3; ++step) {
+    tiny->train();
+  }
+  const ExportSpec spec = tiny.algorithm.export_spec();
+  auto weights = tiny->weights();
+  auto buffers = tiny.algorithm.buffers();
+  HfExport request;
+  request.folder = folder.path() / "draft";
+  request.config = Json::parse(spec.config_json, "config.json");
+  request.config.set("dtype", "float32");
+  request.contract.config_keys = spec.required_config_keys;
+  request.dtype = "F32";
+  std::vector<at::Tensor> kept;
+  const auto add = [&](const std::string& name, const std::vector<std::int64_t>& shape, const at::Tensor& tensor, bool is_buffer) {
+    const std::string type = dtype_name(dtype_of(tensor.scalar_type()));
+    request.contract.tensors.push_back({.name = name, .shape = shape, .dtype = is_buffer ? type : ""});
+    kept.push_back(tensor.contiguous());
+    request.tensors.push_back({.name = name, .dtype = type, .shape = kept.back().sizes().vec(), .data = kept.back().const_data_ptr(), .bytes = kept.back().nbytes()});
+  };
+  for (const ParameterSpec& wanted : spec.tensors) {
+    const auto found = weights.find(wanted.name);
+    if (found == weights.end()) {
+      return failed(format("export_spec names {}, which is no parameter of describe", wanted.name));
+    }
+    add(wanted.name, wanted.shape, found->second.reshape(wanted.shape), false);
+  }
+  for (const BufferSpec& wanted : spec.buffers) {
+    if (buffers.count(wanted.name) == 0) {
+      return failed(format("export_spec names buffer {}, which buffers() lacks", wanted.name));
+    }
+    add(wanted.name, wanted.shape, buffers.at(wanted.name), true);
+  }
+  if (request.tensors.empty()) {
+    return failed("export_spec names no tensor");
+  }
+  write_hf_export(request);   // checks the contract
+
+  const SafetensorsFile file = SafetensorsFile::open(request.folder / "model.safetensors");
+  Tiny same(candidate);   // the same samples, and weights as a run begins with
+  auto fresh = same->weights();
+  std::map<std::string, at::Tensor> read_buffers;
+  for (const TensorView& view : file.tensors()) {
+    const at::Tensor tensor = as_tensor(view);
+    const auto found = fresh.find(view.name);
+    if (found == fresh.end()) {
+      read_buffers[view.name] = tensor;
+      continue;
+    }
+    at::NoGradGuard no_grad;
+    found->second.copy_(tensor.view(found->second.sizes()));
+  }
+  if (!read_buffers.empty()) {
+    same.algorithm.set_buffers(read_buffers, "the export");
+  }
+  const double expected = tiny->evaluate().loss, found = same->evaluate().loss;
+  return expected == found ? passed(format("{} tensors", request.tensors.size()))
+                           : failed(format("evaluated anew from the exported files the loss is {}, not {}", found, expected));
+}
+
+// ---- sharding backends
+
+constexpr double kShardingTolerance = 2e-5;   // float32 sums in another order, over three updates
+
+class Backends {
+ public:
+  explicit Backends(const Candidate& candidate) : candidate_(candidate) {}
+
+  std::unique_ptr<Sharding, void (*)(Sharding*)> make() {
+    const std::lock_guard lock(mutex_);   // create is [main]: never two at a time
+    std::vector<std::string> sets;
+    const auto& claims = candidate_.manifest().claims;
+    if (std::find(claims.begin(), claims.end(), "training.reduce_dtype") != claims.end()) {
+      sets.emplace_back("training.reduce_dtype=\"float32\"");
+    }
+    plugins_.push_back(std::make_unique<LonePlugin>(candidate_.file, candidate_.entry, candidate_.values(sets), candidate_.services));
+    LonePlugin& plugin = *plugins_.back();
+    plugin.require(plugin.create(), "create");
+    plugin.require(plugin.start(), "start");
+    return {static_cast<Sharding*>(const_cast<void*>(plugin.get_interface(kShardingInterface))), [](Sharding*) {}};
+  }
+
+ private:
+  const Candidate& candidate_;
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<LonePlugin>> plugins_;
+};
+
+bool shards(const Candidate& candidate) {
+  const auto& provides = candidate.manifest().provides;
+  return std::find(provides.begin(), provides.end(), "sharded-parameters") != provides.end();
+}
+
+Outcome compare(const Candidate& candidate, const DraftRun& run, std::int64_t ranks) {
+  if (ranks > 1 && !shards(candidate)) {
+    return skipped("it does not provide sharded-parameters: one process");
+  }
+  const sf::testing::Outcome expected = sf::testing::train_single(run);
+  Backends backends(candidate);
+  sf::testing::Outcome found;
+  if (ranks == 1) {
+    found = expected;
+    const auto backend = backends.make();
+    for (auto* tensors : {&found.weights, &found.gradients}) {
+      for (auto& [name, tensor] : *tensors) {
+        tensor = at::full_like(tensor, NAN);
+      }
+    }
+    found.losses.clear();
+    found.norms.clear();
+    run.train(*backend, nullptr, found);
+  } else {
+    found = sf::testing::train_ranks(run, ranks, [&] { return backends.make(); });
+  }
+  for (std::size_t window = 0; window < expected.losses.size(); ++window) {
+    const auto is_near = [](double a, double b) { return std::abs(a - b) <= kShardingTolerance * std::max(std::abs(b), 1e-6); };
+    if (!is_near(found.losses[window], expected.losses[window])) {
+      return failed(format("window {}: loss {}, unsharded {}", window, found.losses[window], expected.losses[window]));
+    }
+    if (!is_near(found.norms[window], expected.norms[window])) {
+      return failed(format("window {}: gradient norm {}, unsharded {}", window, found.norms[window], expected.norms[window]));
+    }
+  }
+  const double weights = sf::testing::largest_difference(found.weights, expected.weights);
+  const double gradients = sf::testing::largest_difference(found.gradients, expected.gradients);
+  if (!(weights <= kShardingTolerance && gradients <= kShardingTolerance)) {
+    return failed(format("weights differ by {}, gradients by {} of their largest element", weights, gradients));
+  }
+  return passed(format("weights differ by {} at most", weights));
+}
+
+Check sharding_check(const char* id, const char* sentence, DraftRun run, std::int64_t ranks) {
+  return {id, sentence, [run, ranks](const Candidate& candidate) { return compare(candidate, run, ranks); }};
+}
+
+class TensorCheckList final : public TensorChecks {
+ public:
+  std::vector<Check> checks(std::uint32_t kind) const override {
+    if (kind == SF_KIND_ALGORITHM) {
+      return {{"algorithm/describe", "describe gives whole shapes, the same each time", describes},
+              {"algorithm/learns", "a few updates lower the loss, and evaluating reports acceptance_length", learns},
+              {"algorithm/same-bits", "the same window gives the same bits twice", same_bits},
+              {"algorithm/recompute", "forward again in backward changes nothing", recomputes},
+              {"algorithm/dead-batch", "a batch without samples gives loss 0 and zero gradients, without NaN", dead_batch},
+              {"algorithm/gradient", "the loss changes as the gradients say", gradients_are_right},
+              {"algorithm/export", "exported files load again and give the same loss", exports}};
+    }
+    if (kind == SF_KIND_SHARDING) {
+      std::vector<Check> out;
+      out.push_back(sharding_check("sharding/one", "one rank equals the backend that keeps everything whole", {.samples = 4}, 1));
+      out.push_back(sharding_check("sharding/two", "two ranks give the unsharded losses, norms, gradients and weights", {.samples = 4}, 2));
+      out.push_back(sharding_check("sharding/four", "so do four", {.samples = 4}, 4));
+      out.push_back(sharding_check("sharding/unrolled", "a block that is used three times, on two ranks", {.shape = {.blocks = 1, .block_uses = 3, .has_frozen = false}, .samples = 4}, 2));
+      out.push_back(sharding_check("sharding/recompute", "blocks run forward again in backward, on two ranks", {.shape = {.recompute = {"block.*"}}, .samples = 4}, 2));
+      out.push_back(sharding_check("sharding/evaluate", "evaluations between windows change nothing", {.samples = 4, .evaluate_between = true}, 2));
+      out.push_back(sharding_check("sharding/failure", "a window that fails and is run again changes nothing", {.samples = 4, .throw_in_window = 1}, 2));
+      return out;
+    }
+    if (kind == SF_KIND_TRANSFORM) {
+      return {{"transform/engine", "what it takes over is computed the same", [](const Candidate&) { return skipped("the engine of this version calls no transforms"); }}};
+    }
+    return {};
+  }
+  HostServices services() const override { return sf::testing::tensor_services(); }
+};
+
+}  // namespace
+}  // namespace sf::check
+
+__attribute__((visibility("default"))) const sf::check::TensorChecks* sf_tensor_checks_v1() {
+  redirect_log([](Level, std::string_view) {});   // of this library's own host tables
+  at::set_num_threads(1);   // trials are processes that are forked from here: no thread of LibTorch's may exist
+  static const sf::check::TensorCheckList checks;
+  return &checks;
+}

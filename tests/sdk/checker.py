@@ -1,0 +1,93 @@
+#!/usr/bin/env python3
+"""sf-plugin-check over plugins that are wrong: a crash, a hang, a lie is a result with a sentence, and the others go on.
+
+    tests/sdk/checker.py BUILD_DIR TESTS_DIR [CASE ...]
+"""
+import json
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+BUILD, TESTS = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
+sys.path.insert(0, str(TESTS / "e2e"))
+
+import tiny  # noqa: E402
+from tiny import expect  # noqa: E402
+
+GOOD, BAD = BUILD / "tests/plugins/good", BUILD / "tests/plugins/bad"
+
+
+def check(plugin, *arguments, code=0):
+    done = subprocess.run([BUILD / "bin/sf-plugin-check", plugin, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, f"exit {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def results(plugin, *arguments, code):
+    told = json.loads(check(plugin, *arguments, "--json", code=code).stdout)
+    return told, {one["id"]: one for one in told["checks"]}
+
+
+def a_good_tracker_passes_and_the_last_line_counts():
+    done = check(GOOD / "fake_canary.so")
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"\d+ passed, 0 failed, 0 skipped", last), done.stdout
+    assert int(last.split()[0]) > 20, last
+
+
+def a_crash_is_a_failed_check_and_the_others_go_on():
+    told, found = results(GOOD / "fake_ok.so", code=1)   # its writer is a text where functions should be
+    expect(found["checkpoint/steps"]["text"], "the process ended by signal")
+    assert found["checkpoint/steps"]["result"] == "failed" and found["life/whole"]["result"] == "passed", found
+    expect(found["life/options"]["text"], "plugin.fake_ok.unread")
+    assert told["failed"] >= 1 and told["passed"] + told["failed"] + told["skipped"] == len(told["checks"])
+
+
+def a_hang_is_a_failed_check_within_its_limit():
+    start = time.time()
+    _, found = results(GOOD / "fake_ok.so", "--set", "plugin.fake_ok.fail_in=hang", "--limit", "1", "--only", "life/create", code=1)
+    expect(found["life/create"]["text"], "did not end within 1 s")
+    assert time.time() - start < 10
+
+
+def what_is_thrown_is_told():
+    _, found = results(GOOD / "fake_ok.so", "--set", "plugin.fake_ok.fail_in=start", "--only", "life/*", code=1)
+    expect(found["life/whole"]["text"], 'plugin "fake_ok" failed in start: told to fail in start')
+    assert found["life/create"]["result"] == "passed" and found["life/stop"]["result"] == "passed"
+    _, found = results(GOOD / "fake_ok.so", "--set", "plugin.fake_ok.fail_in=interface", "--only", "life/interface", code=1)
+    expect(found["life/interface"]["text"], 'offers no "sf.checkpoint-writer/1"')
+
+
+def a_file_that_the_host_refuses_is_not_opened():
+    for file, id, text in ((BAD / "fake_no_note.so", "static/note", "no sf-plugin note"), (BAD / "fake_own_nccl.so", "static/libraries", "libnccl"),
+                           (TESTS / "CMakeLists.txt", "static/note", "is not a shared library")):
+        told, found = results(file, code=1)
+        expect(found[id]["text"], text)
+        assert all(one["result"] == "skipped" for name, one in found.items() if name.startswith("life/")), found
+    with tempfile.TemporaryDirectory() as folder:
+        other = pathlib.Path(folder) / "other_name.so"
+        other.write_bytes((GOOD / "fake_canary.so").read_bytes())
+        _, found = results(other, "--static", code=1)
+        expect(found["static/agree"]["text"], "other_name.so", "fake_canary")
+
+
+def a_library_without_the_sdk_flags_is_told_which():
+    _, found = results(BUILD / "tests/plugins/loose/fake_loose.so", "--static", code=1)
+    expect(found["static/exports"]["text"], "symbols")
+    expect(found["static/stays-loaded"]["text"], "nodelete")
+    expect(found["static/search-path"]["text"], "/opt/somewhere")
+
+
+def mistakes_on_the_command_line_are_told():
+    for arguments in ((), ("--nothing",), (GOOD / "fake_ok.so", "--limit", "0"), ("/nonexistent.so",), (GOOD / "fake_ok.so", "--only")):
+        done = subprocess.run([BUILD / "bin/sf-plugin-check", *arguments], capture_output=True, text=True)
+        assert done.returncode == 2 and "usage:" in done.stderr, (arguments, done)
+
+
+if __name__ == "__main__":
+    tiny.run_cases([a_good_tracker_passes_and_the_last_line_counts, a_crash_is_a_failed_check_and_the_others_go_on, a_hang_is_a_failed_check_within_its_limit,
+                    what_is_thrown_is_told, a_file_that_the_host_refuses_is_not_opened, a_library_without_the_sdk_flags_is_told_which,
+                    mistakes_on_the_command_line_are_told])
