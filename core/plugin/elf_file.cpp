@@ -210,7 +210,10 @@ const std::string* ElfFile::find_note(std::string_view owner, std::uint32_t type
 
 std::optional<ElfFile> read_elf(const std::filesystem::path& path, ElfProblem& problem) {
   MappedFile file(path, ExitCode::kPlugin);
-  std::string_view bytes = file.text();
+  return read_elf_bytes(file.text(), problem);
+}
+
+std::optional<ElfFile> read_elf_bytes(std::string_view bytes, ElfProblem& problem) {
   problem.id = "plugin/not-elf";
   if (bytes.size() < sizeof(Elf64_Ehdr) || bytes.substr(0, SELFMAG) != ELFMAG) {
     problem.message = bytes.empty() ? "is not a shared library (it is empty)"

@@ -39,5 +39,7 @@ struct ElfProblem {
 /// Reads a 64-bit little-endian x86-64 shared library. Nothing, and `problem`, when it is something else or
 /// damaged. Throws Error when the file can't be read.
 [[nodiscard]] std::optional<ElfFile> read_elf(const std::filesystem::path& path, ElfProblem& problem);
+/// The same over the bytes of a file.
+[[nodiscard]] std::optional<ElfFile> read_elf_bytes(std::string_view bytes, ElfProblem& problem);
 
 }  // namespace sf

@@ -143,7 +143,8 @@ TEST_CASE("golden: plans and problems read as they did") {
   }
 }
 
-TEST_CASE("golden: docs/recipes.md and docs/errors.md say what the manifests say") {
+TEST_CASE("golden: docs/recipes.md, docs/plugins.md and docs/errors.md say what the manifests say") {
+  compare_page(repository() / "docs" / "plugins.md", plugins_markdown(shipped_manifests()));
   compare_page(repository() / "docs" / "recipes.md", recipes_markdown(shipped_manifests()));
   compare_page(repository() / "docs" / "errors.md", errors_markdown(shipped_manifests()));
 }

@@ -89,7 +89,7 @@ TEST_CASE("catalog: a plugin is found by the name in its note, and a missing one
                    .allowed_unsafe = {}},
                   {}, torch_host(), problems);
   REQUIRE_MESSAGE(!problems.has_errors(), problems.text());
-  CHECK(catalog.files().size() == 9);
+  CHECK(catalog.files().size() == 10);
   const PluginFile* found = catalog.find("fake_ok", {}, problems);
   REQUIRE(found != nullptr);
   CHECK(found->path == good_plugins() / "fake_ok.so");

@@ -5,6 +5,8 @@
 
 #include "sf/plugin.hpp"
 
+#include <unistd.h>
+
 namespace {
 
 class FakeOk {
@@ -12,6 +14,9 @@ class FakeOk {
   FakeOk(const sf::Host& host, const sf::Options& options)
       : host_(host), fail_in_(options.get<std::string>("fail_in")) {
     fail("create");
+    while (fail_in_ == "hang") {
+      usleep(100'000);
+    }
     if (fail_in_ == "option") {
       (void)options.get<bool>("no_such_option");
     }
