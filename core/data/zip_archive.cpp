@@ -1,7 +1,8 @@
 #include "core/data/zip_archive.hpp"
 
 #include "core/base/error.hpp"
-#include "core/data/inflate.hpp"
+
+#include <zlib.h>
 
 #include <algorithm>
 #include <cstring>
@@ -144,21 +145,68 @@ ZipBytes ZipArchive::read(std::string_view entry_name) const {
   // Deflate reaches 1032:1 at most, so a size that packed bytes can't hold is a lie and not worth an
   // allocation.
   if (entry.bytes / 1032 > entry.packed_bytes + 64) refuse(name_, "damaged zip entry '" + found->first + "'");
-  auto unpacked = std::make_shared<std::vector<std::byte>>();
-  unpacked->reserve(entry.bytes);
-  const Inflation inflation = inflate(packed, *unpacked, entry.bytes);
-  if (inflation.state != Unpacked::whole || unpacked->size() != entry.bytes) refuse(name_, "damaged zip entry '" + found->first + "'");
+  auto unpacked = std::make_shared<std::vector<std::byte>>(entry.bytes);
+  z_stream stream{};
+  if (inflateInit2(&stream, -MAX_WBITS) != Z_OK)
+    throw Error(ExitCode::kData, name_ + ": zlib could not start");
+  const std::byte* in = packed.data();
+  uint64_t in_left = packed.size();
+  std::byte* out = unpacked->data();
+  uint64_t out_left = unpacked->size();
+  int status = Z_OK;
+  constexpr uint64_t kPiece = uint64_t{1} << 30;  // zlib counts in 32 bits
+  while (status == Z_OK) {
+    const uint64_t in_now = std::min(in_left, kPiece);
+    const uint64_t out_now = std::min(out_left, kPiece);
+    stream.next_in = const_cast<Bytef*>(reinterpret_cast<const Bytef*>(in));
+    stream.avail_in = static_cast<uInt>(in_now);
+    stream.next_out = reinterpret_cast<Bytef*>(out);
+    stream.avail_out = static_cast<uInt>(out_now);
+    status = inflate(&stream, Z_NO_FLUSH);
+    in += in_now - stream.avail_in;
+    in_left -= in_now - stream.avail_in;
+    out += out_now - stream.avail_out;
+    out_left -= out_now - stream.avail_out;
+  }
+  inflateEnd(&stream);
+  if (status != Z_STREAM_END || out_left != 0) refuse(name_, "damaged zip entry '" + found->first + "'");
   return {std::span<const std::byte>(*unpacked), unpacked};
 }
 
 std::shared_ptr<const std::vector<std::byte>> unpack_gzip(std::span<const std::byte> packed,
                                                           const std::string& name) {
+  constexpr size_t kPiece = size_t{1} << 20;
   auto unpacked = std::make_shared<std::vector<std::byte>>();
-  switch (gunzip(packed, *unpacked)) {
-    case Unpacked::whole: return unpacked;
-    case Unpacked::truncated: refuse(name, "truncated gzip file");
-    case Unpacked::damaged: refuse(name, "not a gzip file, or damaged");
+  z_stream stream{};
+  if (inflateInit2(&stream, 16 + MAX_WBITS) != Z_OK)
+    throw Error(ExitCode::kData, name + ": zlib could not start");
+  int status = Z_OK;
+  size_t in_done = 0;
+  size_t out_done = 0;
+  while (true) {
+    if (unpacked->size() - out_done < kPiece)
+      unpacked->resize(std::max(unpacked->size() * 2, out_done + 4 * kPiece));
+    const size_t in_now = std::min(packed.size() - in_done, size_t{1} << 30);
+    const size_t out_now = std::min(unpacked->size() - out_done, size_t{1} << 30);
+    stream.next_in = const_cast<Bytef*>(reinterpret_cast<const Bytef*>(packed.data() + in_done));
+    stream.avail_in = static_cast<uInt>(in_now);
+    stream.next_out = reinterpret_cast<Bytef*>(unpacked->data() + out_done);
+    stream.avail_out = static_cast<uInt>(out_now);
+    status = inflate(&stream, Z_NO_FLUSH);
+    in_done += in_now - stream.avail_in;
+    out_done += out_now - stream.avail_out;
+    if (status == Z_STREAM_END) {
+      if (in_done == packed.size()) break;
+      if (inflateReset(&stream) != Z_OK) break;  // another member follows
+    } else if (status != Z_OK) {
+      break;
+    }
   }
+  inflateEnd(&stream);
+  if (status != Z_STREAM_END || in_done != packed.size()) {
+    refuse(name, status == Z_DATA_ERROR ? "not a gzip file, or damaged" : "truncated gzip file");
+  }
+  unpacked->resize(out_done);
   return unpacked;
 }
 
