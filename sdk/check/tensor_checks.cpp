@@ -399,7 +399,7 @@ class TensorCheckList final : public TensorChecks {
 }  // namespace sf::check
 
 __attribute__((visibility("default"))) const sf::check::TensorChecks* sf_tensor_checks_v1() {
-  redirect_log([](Level, std::string_view) {});   // of this library's own host tables
+  sf::redirect_log([](sf::Level, std::string_view) {});   // of this library's own host tables
   at::set_num_threads(1);   // trials are processes that are forked from here: no thread of LibTorch's may exist
   static const sf::check::TensorCheckList checks;
   return &checks;
