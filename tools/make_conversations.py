@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Makes the quickstart's conversations: our prompts, answered by the target itself, tokenised and masked.
+"""Makes the quickstart's conversations: our prompts, answered by the target itself.
 
     tools/make_conversations.py --target FOLDER --out FOLDER [--only N]
+    tools/make_conversations.py --target FOLDER --chat FOLDER
     tools/make_conversations.py --target FOLDER --ask "What is rain?"
 
 A drafter learns how one target continues, so the answers must be that target's own. They are greedy (temperature 0), computed in
@@ -9,7 +10,9 @@ float32 from the folder's bfloat16 weights, and end at the end-of-turn token or 
 installs (numpy, tokenizers, safetensors, jinja2) and about five minutes on two cores; no torch.
 
 train.jsonl and held_out.jsonl have one record a line: id ("family/subject"), input_ids, loss_mask (1 on the answer and its end of
-turn). Every tenth prompt of each family is held out; no prompt is in both.
+turn). Every tenth prompt of each family is held out; no prompt is in both. train.chat.jsonl and held_out.chat.jsonl are the same as
+messages, from which sf-host prepare makes records; prompts.chat.jsonl has the held-out questions and more, about subjects that no
+record mentions. --chat writes these three beside token records that are there.
 """
 import argparse
 import json
@@ -72,6 +75,18 @@ FAMILIES = [
     ("list", "List five {}.", LISTS),
     ("choose", "Name three {} and say one thing about each.", LISTS),
 ]
+
+
+# More subjects, in no record: what generate and the speculative evaluation ask, beside the held-out questions.
+NEW_SUBJECTS = {
+    NATURE: "fog|waterfalls|glaciers|turtles|sugar", SKILLS: "learn to sing|make soup|paint a wall|remember names|walk more",
+    JOBS: "a vet|a florist|a miner|a surgeon|a weaver", THINGS: "a saw|a fan|a drum|a tent|a brush",
+    HEROES: "a silver fish|a young giant|a paper bird|a grumpy goat", LISTS: "kinds of bread|birds|rooms in a house|summer drinks",
+    SENTENCES: "Stop wasting my time.|You are in my way.|Answer the phone.|Put that back."}
+
+
+def new_prompts() -> list[tuple[str, str]]:
+    return [(f"{family}/{subject}", form.format(subject)) for family, form, subjects in FAMILIES for subject in NEW_SUBJECTS[subjects].split("|")]
 
 
 def all_prompts() -> list[tuple[str, str]]:
@@ -207,15 +222,38 @@ def make(target: Target, encode, decode, prompts, out: Path) -> None:
     print(f"left out as loops: {loops}")
 
 
+def write_chat(folder: Path, decode, end_of_turn: int) -> None:
+    """The token records of a folder as messages. An answer that stopped at ANSWER_TOKENS says so, and is not taught to end there."""
+    prompts = dict(all_prompts())
+
+    def write(file: str, records) -> None:
+        (folder / file).write_text("".join(json.dumps(r, ensure_ascii=False, separators=(",", ":")) + "\n" for r in records), encoding="utf-8")
+
+    for name in ("train", "held_out"):
+        chats = []
+        for record in map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines()):
+            answer = [token for token, supervised in zip(record["input_ids"], record["loss_mask"]) if supervised]
+            ended = answer[-1] == end_of_turn
+            message = {"role": "assistant", "content": decode(answer[:-1] if ended else answer, skip_special_tokens=False)}
+            if not ended:
+                message["finish_reason"] = "length"
+            chats.append({"id": record["id"], "category": record["id"].split("/")[0],
+                          "messages": [{"role": "user", "content": prompts[record["id"]]}, message]})
+        write(f"{name}.chat.jsonl", chats)
+    asked = [(chat["id"], chat["messages"][0]["content"]) for chat in chats] + new_prompts()  # the held-out ones come last above
+    write("prompts.chat.jsonl", [{"id": name, "category": name.split("/")[0], "messages": [{"role": "user", "content": prompt}]} for name, prompt in asked])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", type=Path, required=True, help="Hugging Face folder (tools/fetch_smollm2.py writes it)")
     parser.add_argument("--out", type=Path, help="folder for train.jsonl and held_out.jsonl")
+    parser.add_argument("--chat", type=Path, help="folder whose train.jsonl and held_out.jsonl are written as messages, too")
     parser.add_argument("--ask", help="print the target's answer to this one question instead")
     parser.add_argument("--only", type=int, default=0, help="take only the first N prompts (a trial)")
     arguments = parser.parse_args()
-    if (arguments.out is None) == (arguments.ask is None):
-        parser.error("give one of --out and --ask")
+    if sum(given is not None for given in (arguments.out, arguments.chat, arguments.ask)) != 1:
+        parser.error("give one of --out, --chat and --ask")
     use_python_packages()
     import jinja2
     from tokenizers import Tokenizer
@@ -228,6 +266,10 @@ def main() -> None:
         text = template.render(messages=[{"role": "user", "content": prompt}], add_generation_prompt=True)
         return tokenizer.encode(text, add_special_tokens=False).ids
 
+    end_of_turn = json.loads((arguments.target / "config.json").read_text())["eos_token_id"]
+    if arguments.chat is not None:
+        write_chat(arguments.chat, tokenizer.decode, end_of_turn)
+        return
     target = Target(arguments.target)
     if arguments.ask is not None:
         print(tokenizer.decode(target.answer([encode(arguments.ask)], ANSWER_TOKENS)[0]))
@@ -235,6 +277,7 @@ def main() -> None:
     prompts = all_prompts()
     assert len({prompt for _, prompt in prompts}) == len(prompts), "a prompt is there twice"
     make(target, encode, tokenizer.decode, prompts[:arguments.only or None], arguments.out)
+    write_chat(arguments.out, tokenizer.decode, end_of_turn)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The whole way on a few conversations: quickstart from the target to the export, and again. About 3 minutes on two cores."""
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -92,6 +93,17 @@ class Quickstart(unittest.TestCase):
         self.assertEqual(shard.stat().st_mtime_ns, before)
         self.assertIn("nothing to do", again.stderr)
         self.assertEqual(sum_of(self.out / "draft/model.safetensors"), weights)
+
+    def test_4_the_records_are_those_of_the_raw_conversations_and_the_features_stand_up_to_the_doctor(self):
+        shipped = {record["id"]: record for record in map(json.loads, (ROOT / "recipes/data/smollm2-135m/train.jsonl").read_text().splitlines())}
+        prepared = [json.loads(line) for line in (self.out / f"tokens/train-{SAMPLES}.jsonl").read_text().splitlines()]
+        self.assertEqual(len(prepared), int(SAMPLES))
+        self.assertGreaterEqual(sum(record["input_ids"] == shipped[record["id"]]["input_ids"] for record in prepared), int(SAMPLES) - 3)
+        host = Path(os.environ.get("SF_BUILD", ROOT / "build")) / "bin/sf-host"
+        done = subprocess.run([host, "doctor", "features", self.out / f"{self.run_name}.toml", "--json"], capture_output=True, text=True)
+        findings = json.loads(done.stdout)
+        self.assertEqual([finding for finding in findings if not finding["fine"]], [])
+        self.assertTrue(any("the head predicts the next token" in finding["check"] for finding in findings))
 
 
 if __name__ == "__main__":

@@ -8,16 +8,19 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "core/prepare")]
 import fetch_smollm2  # noqa: E402
 import make_conversations  # noqa: E402
 
 fetch_smollm2.use_python_packages()
 import numpy as np  # noqa: E402
+import text_worker  # noqa: E402
 
 DATA = ROOT / "recipes/data/smollm2-135m"
 END_OF_TURN = 2
 ASSISTANT = [1, 520, 9531, 198]
+# Here the target chose tokens that its tokenizer would not choose for the same text.
+OTHER_TOKENS = {"story/a young baker", "tips/make a cup of tea", "child/cheese", "use/a wheel", "describe/a microscope"}
 
 
 def read(file):
@@ -99,6 +102,36 @@ class Conversion(unittest.TestCase):
         self.assertIn("not of this script's making", result.stderr)
         self.assertEqual((foreign / "thesis.txt").read_text(), "mine")
         shutil.rmtree(foreign)
+
+
+    def test_the_raw_conversations_are_the_shipped_records(self):
+        worker = text_worker.TextWorker({"target": str(self.folder)})
+        different = set()
+        for file in ("train", "held_out"):
+            lines = (DATA / f"{file}.chat.jsonl").read_bytes().splitlines()
+            shipped = read(f"{file}.jsonl")
+            self.assertEqual(len(lines), len(shipped))
+            for row, record in zip(worker.rows(lines), shipped):
+                [[first, last, _]] = row["answers"]
+                self.assertEqual(row["id"], record["id"])
+                if row["ids"][:last] != record["input_ids"]:
+                    different.add(record["id"])
+                    self.assertEqual(worker.tokenizer.decode(row["ids"][:last]), worker.tokenizer.decode(record["input_ids"]))
+                else:
+                    self.assertEqual([0] * first + [1] * (last - first), record["loss_mask"])
+        self.assertEqual(different, OTHER_TOKENS)
+
+    def test_prompts_end_where_answers_begin(self):
+        worker = text_worker.TextWorker({"target": str(self.folder), "prompts": True})
+        rows = worker.rows((DATA / "prompts.chat.jsonl").read_bytes().splitlines())
+        held_out = {tuple(r["input_ids"][:r["loss_mask"].index(1)]) for r in read("held_out.jsonl")}
+        train = {tuple(r["input_ids"][:r["loss_mask"].index(1)]) for r in read("train.jsonl")}
+        prompts = {tuple(row["ids"]) for row in rows}
+        self.assertEqual(len(prompts), len(rows))
+        self.assertGreaterEqual(len(prompts), 104)
+        self.assertLessEqual(held_out, prompts)
+        self.assertFalse(train & prompts)
+        self.assertTrue(all(row["category"] == row["id"].split("/")[0] for row in rows))
 
 
 class Conversations(unittest.TestCase):

@@ -27,6 +27,7 @@ struct Command {
   std::string output;                     // export
   std::string split = "all";              // capture
   std::string readers;                    // capture --for: algorithms and recipes, with commas
+  std::int64_t workers = 0;               // prepare
   std::string label, compare;             // bench
   std::vector<std::string> variants;      // bench matrix
   std::string mode = "step";              // bench: step, run
@@ -50,6 +51,7 @@ struct Command {
 ExitCode run_train(const Command& command);
 ExitCode run_plan(const Command& command);
 ExitCode run_plugins(const Command& command);
+ExitCode run_prepare(const Command& command);
 ExitCode run_capture(const Command& command);
 ExitCode run_eval(const Command& command);
 ExitCode run_export(const Command& command);

@@ -73,10 +73,11 @@ struct Verb {
   bool takes_recipe;
 };
 
-constexpr std::array<Verb, 9> kVerbs = {{
+constexpr std::array<Verb, 10> kVerbs = {{
     {"train", "RECIPE", "train a draft as the recipe says", run_train, true},
     {"plan", "RECIPE", "print what a run would do: stack, values with origin, sizes; start nothing", run_plan,
      true},
+    {"prepare", "RECIPE", "make the recipe's token records, with loss masks, from its chat records", run_prepare, true},
     {"capture", "RECIPE", "run the target over the recipe's token records and keep its hidden states",
      run_capture, true},
     {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features", run_eval, true},
@@ -85,8 +86,8 @@ constexpr std::array<Verb, 9> kVerbs = {{
      "time the recipe's run on random data; matrix: variants in turn; summarize: results as a table", run_bench, true},
     {"plugins", "[NAME]", "list installed plugins, or all about one; open nothing", run_plugins, false},
     {"schema", "", "all options as a JSON schema, or as Markdown", run_schema, false},
-    {"doctor", "[RECIPE]", "check plugins, engine, device and disk; with a recipe also its plan and data",
-     run_doctor, true},
+    {"doctor", "[RECIPE] | data RECIPE | features RECIPE | target RECIPE | vocabulary RECIPE",
+     "check plugins, engine, device and disk; with a recipe also its plan and data; or look into one of them", run_doctor, true},
 }};
 
 std::string overview() {
@@ -133,6 +134,9 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("init-from", po::value(&command.init_from)->value_name("FOLDER"),
         "start from the weights of a checkpoint or export");
   }
+  if (name == "prepare") {
+    add("workers", po::value(&command.workers)->value_name("N"), "processes that render and tokenize (default: one for each processor)");
+  }
   if (name == "capture") {
     add("split", po::value(&command.split)->value_name("train|eval|all"), "which records (default all)");
     add("for", po::value(&command.readers)->value_name("NAME|RECIPE,..."),
@@ -164,6 +168,10 @@ po::options_description flags_of(const Verb& verb, Command& command) {
   }
   if (name == "export") {
     add("output", po::value(&command.output)->value_name("FOLDER"), "the folder to make");
+  }
+  if (name == "doctor") {
+    add("samples", po::value(&command.samples)->value_name("N"), "data: records to show of each file (6)");
+    add("output", po::value(&command.output)->value_name("FILE"), "data: the same as an HTML page");
   }
   if (name == "schema") {
     add("markdown", po::bool_switch(&command.markdown), "Markdown tables instead");
@@ -254,7 +262,7 @@ ExitCode dispatch(int argc, char** argv) {
   if (values["verbose"].as<bool>()) {
     set_log_level(Level::kDebug);
   }
-  if (command.positional.size() > 1 && command.verb != "bench") {
+  if (command.positional.size() > 1 && command.verb != "bench" && command.verb != "doctor") {
     refuse_usage(format("{} takes one argument, found \"{}\" and \"{}\"", verb->name, command.positional[0],
                         command.positional[1]),
                  format("usage: sf-host {} {}", verb->name, verb->arguments));

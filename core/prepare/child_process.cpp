@@ -1,0 +1,122 @@
+#include "core/prepare/child_process.hpp"
+
+#include "core/base/error.hpp"
+
+#include <cerrno>
+#include <csignal>
+#include <cstddef>
+#include <cstring>
+
+#include <fcntl.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+namespace sf {
+
+namespace {
+
+std::vector<char*> pointers(std::vector<std::string>& texts) {
+  std::vector<char*> result;
+  for (std::string& text : texts) result.push_back(text.data());
+  result.push_back(nullptr);
+  return result;
+}
+
+void close_if_open(int& descriptor) {
+  if (descriptor >= 0) ::close(descriptor);
+  descriptor = -1;
+}
+
+}  // namespace
+
+ChildProcess::ChildProcess(const std::vector<std::string>& arguments, const std::vector<std::string>& variables) {
+  int in[2];
+  int out[2];
+  // A socket and not a pipe, so that writing to a program that has ended is an error here and no signal.
+  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, in) != 0 || ::pipe2(out, O_CLOEXEC) != 0) {
+    throw Error(ExitCode::kData, format("can't start {}: {}", arguments.at(0), std::strerror(errno)), "raise the limit of open files (ulimit -n)");
+  }
+  // Everything is made before fork: after it a thread of a program with many may hardly do anything.
+  std::vector<std::string> words = arguments;
+  std::vector<std::string> environment = variables;
+  for (char** entry = ::environ; *entry != nullptr; ++entry) environment.emplace_back(*entry);
+  std::vector<char*> argv = pointers(words);
+  std::vector<char*> envp = pointers(environment);
+  const pid_t parent = ::getpid();
+  id_ = ::fork();
+  if (id_ == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (::getppid() != parent) ::_exit(126);  // it died in between
+    ::dup2(in[1], STDIN_FILENO);
+    ::dup2(out[1], STDOUT_FILENO);
+    ::execvpe(argv[0], argv.data(), envp.data());
+    ::_exit(127);
+  }
+  const int error = errno;
+  ::close(in[1]);
+  ::close(out[1]);
+  input_ = in[0];
+  output_ = out[0];
+  if (id_ < 0) {
+    close_if_open(input_);
+    close_if_open(output_);
+    throw Error(ExitCode::kData, format("can't start {}: {}", arguments.at(0), std::strerror(error)), "free some memory or processes");
+  }
+}
+
+ChildProcess::~ChildProcess() {
+  close_if_open(input_);
+  close_if_open(output_);
+  if (id_ > 0) {
+    ::kill(id_, SIGKILL);
+    while (::waitpid(id_, nullptr, 0) < 0 && errno == EINTR) {
+    }
+  }
+}
+
+bool ChildProcess::write(std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = ::send(input_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    bytes.remove_prefix(static_cast<std::size_t>(count));
+  }
+  return true;
+}
+
+bool ChildProcess::read_line(std::string& line) {
+  std::size_t searched = begin_;
+  for (;;) {
+    const std::size_t end = buffer_.find('\n', searched);
+    if (end != std::string::npos) {
+      line.assign(buffer_, begin_, end - begin_);
+      begin_ = end + 1;
+      return true;
+    }
+    buffer_.erase(0, begin_);
+    begin_ = 0;
+    searched = buffer_.size();
+    constexpr std::size_t kPiece = 1 << 16;
+    buffer_.resize(searched + kPiece);
+    ssize_t count = 0;
+    do {
+      count = ::read(output_, buffer_.data() + searched, kPiece);
+    } while (count < 0 && errno == EINTR);
+    buffer_.resize(searched + static_cast<std::size_t>(count > 0 ? count : 0));
+    if (count <= 0) return false;
+  }
+}
+
+std::string ChildProcess::how_it_ended() {
+  close_if_open(input_);
+  int status = 0;
+  while (::waitpid(id_, &status, 0) < 0 && errno == EINTR) {
+  }
+  id_ = -1;
+  if (WIFSIGNALED(status)) return format("signal {} ({})", WTERMSIG(status), ::strsignal(WTERMSIG(status)));
+  return format("exit code {}", WEXITSTATUS(status));
+}
+
+}  // namespace sf

@@ -1,0 +1,360 @@
+#include "core/prepare/prepare.hpp"
+
+#include "core/base/error.hpp"
+#include "core/base/log.hpp"
+#include "core/prepare/pieces.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <fstream>
+#include <mutex>
+#include <optional>
+#include <system_error>
+#include <thread>
+#include <unordered_set>
+#include <utility>
+
+namespace sf {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kBatchRows = 64;              // enough to hide the pipe, few enough to stop soon
+constexpr std::size_t kBatchBytes = std::size_t{512} << 10;
+constexpr auto kProgressInterval = std::chrono::seconds(5);
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// What all workers of a call share.
+struct Shared {
+  const PrepareRequest& request;
+  const std::vector<InputFile>& inputs;
+  const std::vector<Piece>& pieces;
+  const PieceFolder& folder;
+  std::vector<std::optional<RowCounts>> counts;
+  std::atomic<std::size_t> next = 0;
+  std::atomic<int64_t> bytes_done = 0, rows_done = 0, skipped = 0;
+  std::atomic<bool> stop = false;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::size_t running = 0;
+  std::exception_ptr failure;
+};
+
+// One piece. False when it was stopped in between.
+bool do_piece(Shared& shared, TextWorker& worker, std::size_t number) {
+  const Piece& piece = shared.pieces[number];
+  const std::string name = shared.inputs[piece.file].path.filename().string();
+  RowCounts counts;
+  std::string records;
+  std::string_view rest = piece.text;
+  int64_t line_number = piece.first_line;
+  while (!rest.empty()) {
+    if (shared.stop) return false;
+    std::vector<std::string_view> lines;
+    std::vector<int64_t> numbers;
+    std::size_t bytes = 0;
+    const std::size_t before = rest.size();
+    while (!rest.empty() && lines.size() < kBatchRows && bytes < kBatchBytes) {
+      const std::string_view line = rest.substr(0, rest.find('\n'));
+      rest.remove_prefix(std::min(line.size() + 1, rest.size()));
+      if (!trim(line).empty()) {
+        lines.push_back(line);
+        numbers.push_back(line_number);
+        bytes += line.size();
+      }
+      ++line_number;
+    }
+    const int64_t skipped_before = counts.skipped_rows();
+    const std::vector<Json> rows = worker.rows(lines);
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      ++counts.rows;
+      const std::string place = format("{}:{}", name, numbers[i]);
+      SkippedRow skipped;
+      const std::optional<PreparedRecord> record = make_record(rows[i], shared.request.mask, skipped);
+      if (!record) {
+        counts.skip(skipped, place);
+        continue;
+      }
+      ++counts.records;
+      counts.cut += record->is_cut ? 1 : 0;
+      if (const Json* notes = rows[i].find("notes")) {
+        for (const Json& note : notes->items()) ++counts.notes[note.as_string()];
+      }
+      append_stored(records, *record, record_line(*record, rows[i], place));
+    }
+    shared.bytes_done += static_cast<int64_t>(before - rest.size());
+    shared.rows_done += static_cast<int64_t>(rows.size());
+    shared.skipped += counts.skipped_rows() - skipped_before;
+  }
+  shared.folder.keep(number, piece, records, counts);
+  shared.counts[number] = std::move(counts);
+  return true;
+}
+
+void work(Shared& shared, std::unique_ptr<TextWorker> worker) {
+  try {
+    for (;;) {
+      const std::size_t number = shared.next++;
+      if (number >= shared.pieces.size() || shared.stop) break;
+      if (shared.counts[number]) continue;  // of an earlier call
+      if (worker == nullptr) worker = std::make_unique<TextWorker>(shared.request.text);
+      if (!do_piece(shared, *worker, number)) break;
+    }
+  } catch (...) {
+    const std::lock_guard lock(shared.mutex);
+    if (!shared.failure) shared.failure = std::current_exception();
+    shared.stop = true;
+  }
+  const std::lock_guard lock(shared.mutex);
+  --shared.running;
+  shared.changed.notify_all();
+}
+
+void run_workers(Shared& shared, std::unique_ptr<TextWorker> first, int64_t bytes_left) {
+  std::size_t todo = 0;
+  for (const std::optional<RowCounts>& counts : shared.counts) todo += counts ? 0 : 1;
+  const auto processors = static_cast<std::size_t>(std::max(1U, std::thread::hardware_concurrency()));
+  const std::size_t wanted = shared.request.workers > 0 ? static_cast<std::size_t>(shared.request.workers) : processors;
+  std::vector<std::thread> threads;
+  shared.running = std::max<std::size_t>(1, std::min(wanted, todo));
+  const std::size_t count = shared.running;
+  // The first worker's process was started by this thread, and lives as long as it.
+  for (std::size_t i = 0; i < count; ++i) {
+    threads.emplace_back([&shared, worker = i == 0 ? std::move(first) : nullptr]() mutable { work(shared, std::move(worker)); });
+  }
+  const Clock::time_point started = Clock::now();
+  Clock::time_point told = started;
+  {
+    std::unique_lock lock(shared.mutex);
+    while (shared.running > 0) {
+      shared.changed.wait_for(lock, std::chrono::milliseconds(100));
+      if (shared.request.stop_requested && shared.request.stop_requested()) shared.stop = true;
+      if (Clock::now() - told < kProgressInterval || shared.stop) continue;
+      told = Clock::now();
+      const auto done = static_cast<double>(shared.bytes_done.load());
+      const double rate = done / seconds_since(started);
+      log_info("prepare ({})  {} %  rows {}  skipped {}  {} MB/s  eta {}", shared.request.name,
+               static_cast<int64_t>(100.0 * done / static_cast<double>(std::max<int64_t>(bytes_left, 1))), shared.rows_done.load(), shared.skipped.load(),
+               format_fixed(rate / 1e6, 2), human_duration((static_cast<double>(bytes_left) - done) / std::max(rate, 1.0)));
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (shared.failure) std::rethrow_exception(shared.failure);
+}
+
+// An output under its temporary name, until it is whole.
+class Output {
+ public:
+  explicit Output(fs::path path) : path_(std::move(path)), part_(path_.string() + ".partial"), file_(part_, std::ios::binary | std::ios::trunc) { check(); }
+  ~Output() {
+    std::error_code ignored;
+    if (!part_.empty()) fs::remove(part_, ignored);
+  }
+  Output(const Output&) = delete;
+  Output& operator=(const Output&) = delete;
+
+  void add(const StoredRecord& record) {
+    file_ << record.json << '\n';
+    sha_.add(record.json);
+    sha_.add("\n");
+    ++records;
+    tokens += record.tokens;
+    supervised += record.supervised;
+    lengths.push_back(record.tokens);
+  }
+  // Everything is on the disk after this; the name comes with take_name().
+  Json finish() {
+    file_.close();
+    check();
+    sync_path(part_);
+    std::sort(lengths.begin(), lengths.end());
+    const auto at = [&](double share) { return lengths[static_cast<std::size_t>(share * static_cast<double>(lengths.size() - 1))]; };
+    Json json = Json::object({{"path", path_.string()}, {"sha256", sha_.hex()}, {"records", records}, {"tokens", tokens}, {"supervised", supervised}});
+    if (!lengths.empty()) json.set("lengths", Json::object({{"shortest", lengths.front()}, {"median", at(0.5)}, {"p90", at(0.9)}, {"longest", lengths.back()}}));
+    return json;
+  }
+  void take_name() {
+    fs::rename(part_, path_);
+    part_.clear();
+    sync_path(path_.parent_path());
+  }
+
+  int64_t records = 0, tokens = 0, supervised = 0;
+  std::vector<int64_t> lengths;
+
+ private:
+  void check() {
+    if (!file_) throw Error(ExitCode::kData, format("{}: can't be written", part_), "is the disk full, or the folder not yours to write to?");
+  }
+
+  fs::path path_, part_;
+  std::ofstream file_;
+  Sha256 sha_;
+};
+
+// The report of an earlier call when it and its files are still as they were written.
+std::optional<Json> earlier_report(const fs::path& output) {
+  std::error_code ignored;
+  if (!fs::is_regular_file(report_path(output), ignored)) return std::nullopt;
+  try {
+    Json report = Json::parse(read_file(report_path(output)));
+    for (const Json& file : report.at("outputs").items()) {
+      const fs::path path = file.at("path").as_string();
+      if (!fs::is_regular_file(path, ignored) || sha256_file(path) != file.at("sha256").as_string()) return std::nullopt;
+    }
+    return report;
+  } catch (const JsonError&) {
+    return std::nullopt;
+  }
+}
+
+void check_not_in_the_way(const PrepareRequest& request, const std::optional<Json>& earlier) {
+  for (const fs::path& path : {request.output, request.held_out_output}) {
+    std::error_code ignored;
+    if (path.empty() || !fs::exists(path, ignored)) continue;
+    bool is_ours = false;
+    for (std::size_t i = 0; earlier && i < earlier->at("outputs").size(); ++i) is_ours |= earlier->at("outputs").at(i).at("path").as_string() == path.string();
+    if (!is_ours) {
+      throw Error(ExitCode::kData, format("{} is there already, and is not what prepare wrote", path), "remove it, or name another file for the token records");
+    }
+  }
+}
+
+void check_counts(const PrepareRequest& request, const RowCounts& counts) {
+  SF_CHECK(counts.rows == counts.records + counts.skipped_rows(), "{} rows, but {} records and {} skipped", counts.rows, counts.records, counts.skipped_rows());
+  if (counts.rows == 0) throw Error(ExitCode::kData, format("{}: there is no row in it", request.input), "one JSON object a line is expected");
+  if (counts.records == 0) {
+    throw Error(ExitCode::kData, format("{}: of {} rows none gives a usable record{}", request.input, counts.rows, counts.table()),
+                "see the reasons: roles, template and data.max_length are the usual ones");
+  }
+  const double share = static_cast<double>(counts.skipped_rows()) / static_cast<double>(counts.rows);
+  if (share > request.max_skipped_share) {
+    throw Error(ExitCode::kData,
+                format("{}: {} of {} rows were skipped, more than data.max_skipped_share = {} allows{}", request.input, counts.skipped_rows(), counts.rows,
+                       request.max_skipped_share, counts.table()),
+                "mend the rows or the options; data.max_skipped_share = 1 accepts any loss");
+  }
+}
+
+}  // namespace
+
+fs::path report_path(const fs::path& output) {
+  return output.string() + ".report.json";
+}
+
+PrepareResult prepare(const PrepareRequest& request) {
+  const Clock::time_point started = Clock::now();
+  PrepareResult result;
+  const std::vector<InputFile> inputs = open_inputs(request.input);
+  auto worker = std::make_unique<TextWorker>(request.text);
+  const Json facts = worker->facts();
+  if (request.vocab_size > 0 && facts.at("largest_id").as_int() >= request.vocab_size) {
+    throw Error(ExitCode::kData,
+                format("{}: the tokenizer has ids up to {}, but the target only the tokens 0 to {}", request.text.target, facts.at("largest_id").as_int(),
+                       request.vocab_size - 1),
+                "the tokenizer is another model's; fetch the target's own tokenizer.json");
+  }
+
+  // The same for two calls that would write the same records for the same lines.
+  const Json rules = Json::object({{"text", request.text.to_json()}, {"mask", request.mask.to_json()}, {"tokenizer", facts}, {"program", sha256_file(request.text.script)}});
+  const std::string rules_fingerprint = sha256(rules.dump());
+  Json sources = Json::array();
+  for (const InputFile& input : inputs) sources.push_back(Json::object({{"path", input.path.string()}, {"bytes", input.bytes.size()}, {"sha256", input.sha256}}));
+  Json wanted = Json::object({{"rules", rules_fingerprint},
+                              {"deduplicate", request.deduplicate},
+                              {"held_out_share", request.held_out_output.empty() ? 0.0 : request.held_out_share},
+                              {"split_seed", request.split_seed},
+                              {"max_skipped_share", request.max_skipped_share},
+                              {"held_out_output", request.held_out_output.string()}});
+  Json sums = Json::array();
+  for (const InputFile& input : inputs) sums.push_back(input.path.filename().string() + " " + input.sha256);
+  wanted.set("inputs", std::move(sums));
+  const std::string fingerprint = sha256(wanted.dump());
+
+  const std::optional<Json> earlier = earlier_report(request.output);
+  if (earlier && earlier->find("fingerprint") != nullptr && earlier->at("fingerprint").as_string() == fingerprint) {
+    result.report = *earlier;
+    result.was_finished = true;
+    log_info("prepare ({}): {} is there and whole, nothing to do", request.name, request.output);
+    return result;
+  }
+  check_not_in_the_way(request, earlier);
+
+  const fs::path place = request.output.string() + ".preparing";
+  std::error_code failed;
+  for (const fs::path& folder : {request.output.parent_path(), request.held_out_output.parent_path(), place}) {
+    if (!folder.empty()) fs::create_directories(folder, failed);
+    if (failed) throw Error(ExitCode::kData, format("{}: can't be made: {}", folder, failed.message()), "choose a folder that you can write to");
+  }
+  const FolderLock lock(place, ExitCode::kData, request.output.string(), "another prepare writes these records; wait for it");
+  const std::vector<Piece> pieces = cut_into_pieces(inputs);
+  const PieceFolder folder(place, rules_fingerprint);
+  Shared shared{.request = request, .inputs = inputs, .pieces = pieces, .folder = folder, .counts = {}, .mutex = {}, .changed = {}, .failure = {}};
+  int64_t bytes_left = 0;
+  std::size_t taken_over = 0;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    shared.counts.push_back(folder.find(i, pieces[i]));
+    taken_over += shared.counts.back() ? 1 : 0;
+    bytes_left += shared.counts.back() ? 0 : static_cast<int64_t>(pieces[i].text.size());
+  }
+  if (taken_over > 0) log_info("prepare ({}): goes on, {} of {} pieces are done", request.name, taken_over, pieces.size());
+  run_workers(shared, std::move(worker), bytes_left);
+  result.bytes_read = shared.bytes_done;
+  if (std::any_of(shared.counts.begin(), shared.counts.end(), [](const auto& counts) { return !counts; })) {
+    result.interrupted = true;
+    result.seconds = seconds_since(started);
+    log_info("prepare ({}): stopped; run it again to go on", request.name);
+    return result;
+  }
+
+  RowCounts counts;
+  for (const std::optional<RowCounts>& one : shared.counts) counts.add(*one);
+  std::unordered_set<std::string> seen;
+  Output output(request.output);
+  std::optional<Output> held_out;
+  if (!request.held_out_output.empty()) held_out.emplace(request.held_out_output);
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    const MappedFile file(folder.records_path(i));
+    for (std::string_view rest = file.text(); !rest.empty();) {
+      const StoredRecord record = take_stored(rest);
+      if (request.deduplicate && !seen.emplace(record.digest.substr(0, 32)).second) {
+        --counts.records;
+        counts.skip({"duplicate", "the same tokens came before"}, inputs[pieces[i].file].path.filename().string());
+        continue;
+      }
+      const bool is_held_out = held_out && split_place(std::string(record.prompt_digest), request.split_seed) < request.held_out_share;
+      (is_held_out ? *held_out : output).add(record);
+    }
+  }
+  try {
+    check_counts(request, counts);
+  } catch (const Error&) {
+    folder.remove();  // nothing of it would be used
+    throw;
+  }
+  Json outputs = Json::array();
+  outputs.push_back(output.finish());
+  if (held_out) outputs.push_back(held_out->finish());
+  output.take_name();
+  if (held_out) held_out->take_name();
+
+  result.seconds = seconds_since(started);
+  result.report = counts.to_json();
+  result.report.set("fingerprint", fingerprint).set("inputs", std::move(sources)).set("outputs", std::move(outputs));
+  result.report.set("rules", rules).set("target", request.text.target.string());
+  result.report.set("seconds", result.seconds).set("bytes_per_second", static_cast<double>(result.bytes_read) / std::max(result.seconds, 1e-9));
+  atomic_write(report_path(request.output), result.report.dump(2) + "\n");
+  folder.remove();
+  return result;
+}
+
+}  // namespace sf

@@ -1,0 +1,98 @@
+#include "core/prepare/text_worker.hpp"
+
+#include "core/base/error.hpp"
+
+#include <cstdlib>
+
+#ifndef SF_PYTHON_DIR
+#define SF_PYTHON_DIR ""
+#endif
+
+namespace sf {
+
+namespace {
+
+constexpr const char* kWithoutPython =
+    "install python3 with the packages tokenizers and jinja2 (tools/setup does; SF_PYTHON names another python3), or bring token records (JSONL with "
+    "input_ids and loss_mask), which need no Python";
+
+std::string variable(const char* name, const char* otherwise) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != 0 ? value : otherwise;
+}
+
+}  // namespace
+
+Json TextWorkerSettings::to_json() const {
+  return Json::object({{"template_path", template_path.string()},
+                       {"template_options", template_options},
+                       {"date", date},
+                       {"max_length", max_length},
+                       {"ignored", Json::array_of(ignored)},
+                       {"text_supervision", whole_texts ? "all" : "answers"},
+                       {"prompts", prompts}});
+}
+
+TextWorker::TextWorker(const TextWorkerSettings& settings) : python_(variable("SF_PYTHON", "python3")) {
+  if (!std::filesystem::is_regular_file(settings.script)) {
+    throw Error(ExitCode::kInternal, format("this installation lacks \"{}\"", settings.script), "build or install again");
+  }
+  process_ = std::make_unique<ChildProcess>(std::vector<std::string>{python_, settings.script.string()},
+                                            std::vector<std::string>{"TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "PYTHONDONTWRITEBYTECODE=1"});
+  Json first = settings.to_json();
+  first.set("target", settings.target.string());
+  Json packages = Json::array();
+  const std::string folder = variable("SF_PYTHON_DIR", SF_PYTHON_DIR);
+  if (std::error_code ignored; !folder.empty() && std::filesystem::is_directory(folder, ignored)) packages.push_back(folder);
+  first.set("packages", std::move(packages));
+  if (!process_->write(first.dump() + "\n")) fail();
+  const Json reply = answer();
+  if (const Json* error = reply.find("error")) {
+    throw Error(ExitCode::kData, error->as_string(), reply.at("fix").as_string());
+  }
+  facts_ = reply.at("ready");
+}
+
+std::vector<Json> TextWorker::rows(const std::vector<std::string_view>& lines) {
+  std::string request = Json::object({{"op", "rows"}, {"count", lines.size()}}).dump() + "\n";
+  for (const std::string_view line : lines) {
+    request += line;
+    request += '\n';
+  }
+  if (!process_->write(request)) fail();
+  std::vector<Json> result;
+  result.reserve(lines.size());
+  for (std::size_t i = 0; i < lines.size(); ++i) result.push_back(answer());
+  return result;
+}
+
+std::vector<std::vector<std::string>> TextWorker::texts(const std::vector<std::vector<int64_t>>& ids) {
+  Json lists = Json::array();
+  for (const std::vector<int64_t>& list : ids) lists.push_back(Json::array_of(list));
+  if (!process_->write(Json::object({{"op", "texts"}, {"ids", std::move(lists)}}).dump() + "\n")) fail();
+  std::vector<std::vector<std::string>> result;
+  const Json reply = answer();
+  for (const Json& list : reply.at("texts").items()) {
+    std::vector<std::string>& texts = result.emplace_back();
+    for (const Json& text : list.items()) texts.push_back(text.as_string());
+  }
+  return result;
+}
+
+Json TextWorker::answer() {
+  std::string line;
+  if (!process_->read_line(line)) fail();
+  try {
+    return Json::parse(line, "text worker");
+  } catch (const JsonError& error) {
+    throw Error(ExitCode::kInternal, format("the text worker ({}) wrote what is no answer: {}", python_, error.what()));
+  }
+}
+
+void TextWorker::fail() {
+  const std::string how = process_->how_it_ended();
+  if (how == "exit code 127") throw Error(ExitCode::kData, format("there is no Python: \"{}\" can't be started", python_), kWithoutPython);
+  throw Error(ExitCode::kData, format("the text worker ({}) ended with {}", python_, how), "what it said stands above; is there enough memory?");
+}
+
+}  // namespace sf

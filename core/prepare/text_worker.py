@@ -1,0 +1,819 @@
+#!/usr/bin/env python3
+"""The text side of `sf-host prepare`: chat records to token ids and the places of what the model says in them.
+
+sf-host starts one such process for each worker, writes requests to its standard input, reads answers from its standard output and
+kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
+"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false}; the first one out is {"ready": {...}} or {"error", "fix"}. Then
+
+    {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids", ...} or {"skip": REASON, "why"} each
+    {"op": "texts", "ids": [[..], ..]}                                {"texts": [[the text of each token], ..]}
+
+The rendering is the model's own chat template, called as Hugging Face's apply_chat_template calls it. Nobody's header strings are
+matched: where an answer begins and ends is found by rendering (see Renderer.places). Errors of a record are its skip reason and never
+end the process.
+"""
+import datetime
+import gc
+import hashlib
+import json
+import re
+import signal
+import sys
+from pathlib import Path
+
+# Marks that are put around pieces of a conversation, to see where a template puts them. They are of a private plane of Unicode, which texts
+# do not use; one that does is skipped with a reason.
+FIRST_MARK = 0xF0000
+OPEN_ANSWER, CLOSE_ANSWER = chr(0x100000), chr(0x100001)  # around what a template marks by {% generation %}
+MARK = re.compile("[\U000F0000-\U0010FFFD]")
+SPLIT = re.compile("([\U000F0000-\U0010FFFD])")
+
+ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
+         "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
+         "ipython": "tool"}
+REASONING = ("reasoning_content", "reasoning", "thinking")
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": {"what": "tide"}}}
+PROBE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks something up.", "parameters": {
+    "type": "object", "properties": {"what": {"type": "string", "description": "what to look up"}}, "required": ["what"]}}}
+
+
+class Fault(Exception):
+    """The target's files can't be used: what is wrong, and what to do."""
+
+    def __init__(self, what, fix):
+        super().__init__(what)
+        self.fix = fix
+
+
+class Skip(Exception):
+    """This record can't be used: the reason by which it is counted, and the particulars."""
+
+    def __init__(self, reason, why=""):
+        super().__init__(why)
+        self.reason = reason
+
+
+def read_json(path: Path, fix: str):
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Fault(f"{path} does not exist", fix) from None
+    except (OSError, ValueError) as error:
+        raise Fault(f"{path} can't be read: {error}", fix) from None
+
+
+# ---- the record
+
+def text_of(content, where: str) -> str:
+    """A message's content as one text; parts of text are joined, anything else is refused."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, (str, dict)) for part in content):
+        texts = []
+        for part in content:
+            if isinstance(part, str):
+                texts.append(part)
+            elif part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+                texts.append(part["text"])
+            else:
+                raise Skip("not-text", f"{where} has a part of type {part.get('type')!r}")
+        return "".join(texts)
+    return json.dumps(content, ensure_ascii=False)
+
+
+def calls_of(message, where: str):
+    """Tool calls with their arguments as objects, as templates expect them."""
+    calls = message.get("tool_calls")
+    if not calls and isinstance(message.get("function_call"), dict):
+        calls = [{"type": "function", "function": message["function_call"]}]
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except ValueError:
+            raise Skip("bad-message", f"{where}: tool_calls is a text that is no JSON") from None
+    if not calls:
+        return None
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise Skip("bad-message", f"{where}: tool_calls is not a list of objects")
+    result = []
+    for call in calls:
+        call = dict(call)
+        if isinstance(call.get("function"), dict):
+            function = call["function"] = dict(call["function"])
+            if isinstance(function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(function["arguments"])
+                except ValueError:
+                    pass  # a template that prints it as it stands may take it
+        result.append(call)
+    return result
+
+
+def called(message):
+    """Names of the functions that a message calls."""
+    functions = (call.get("function") for call in message["tool_calls"])
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
+
+
+def messages_of(listed, prompts=False) -> tuple:
+    """Messages in the OpenAI spelling, and notes on what was mended; with `prompts` up to the last question. Raises Skip."""
+    if not isinstance(listed, list):
+        raise Skip("bad-message", f"messages is {type(listed).__name__}, a list expected")
+    if not listed:
+        raise Skip("empty", "there is no message")
+    messages, notes = [], []
+    for i, message in enumerate(listed):
+        where = f"message {i}"
+        if not isinstance(message, dict):
+            raise Skip("bad-message", f"{where} is {type(message).__name__}, an object expected")
+        name = message.get("role", message.get("from"))
+        role = ROLES.get(name.lower() if isinstance(name, str) else name if isinstance(name, (int, float)) else None)
+        if role is None:
+            raise Skip("unknown-role", f"{where} has the role {name!r}")
+        content = message.get("content", message.get("value"))
+        kept = {"role": role, "content": content if isinstance(content, str) else text_of(content, where)}
+        if len(message) == 2:
+            messages.append(kept)
+            continue
+        calls = calls_of(message, where) if role == "assistant" else None
+        if calls:
+            kept["tool_calls"] = calls
+        for key in REASONING:
+            if role == "assistant" and isinstance(message.get(key), str) and message[key]:
+                kept[key] = message[key]
+        for key in ("name", "tool_call_id"):
+            if isinstance(message.get(key), str):
+                kept[key] = message[key]
+        if role == "assistant" and message.get("finish_reason") == "length":
+            kept["finish_reason"] = "length"
+        messages.append(kept)
+
+    head = [m for m in messages[:1] if m["role"] in ("system", "developer")]
+    rest = messages[len(head):]
+    first = next((i for i, m in enumerate(rest) if m["role"] == "user"), None)
+    if first is None:
+        raise Skip("no-question", "no message is the user's")
+    if first > 0:
+        notes.append("dropped-before-first-question")
+    ordered = head
+    for message in rest[first:]:
+        before = ordered[-1]["role"] if ordered else ""
+        if (message["role"] == "tool" and before not in ("assistant", "tool")) or (message["role"] == "assistant" and before not in ("user", "tool")):
+            notes.append("cut-where-roles-break")
+            break
+        ordered.append(message)
+    if prompts:
+        while ordered[-1]["role"] == "assistant":
+            ordered.pop()
+        return ordered, notes
+    if not any(m["role"] == "assistant" for m in ordered):
+        raise Skip("no-answer", "no message is the assistant's")
+    return ordered, notes
+
+
+def parse_row(line: bytes):
+    """A line's record. Raises Skip."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Skip("encoding", f"byte {error.start} is not UTF-8") from None
+    try:
+        record = json.loads(text.lstrip("\ufeff"))
+    except (ValueError, RecursionError) as error:
+        raise Skip("json", f"not valid JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise Skip("json", f"{type(record).__name__} found, an object expected")
+    return record
+
+
+# ---- the template
+
+def make_environment(date: str):
+    """Jinja2 as Hugging Face's apply_chat_template sets it up: whitespace, loop controls, tojson, raise_exception, strftime_now."""
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationMarks(Extension):
+        """{% generation %} ... {% endgeneration %} puts marks around what it wraps."""
+        tags = {"generation"}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+
+        @staticmethod
+        def _marked(caller):
+            return OPEN_ANSWER + caller() + CLOSE_ANSWER
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def raise_exception(message):
+        raise TemplateError(message)
+
+    day = datetime.datetime.strptime(date, "%Y-%m-%d") if date else datetime.datetime.now()
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, "jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = day.strftime
+    return environment
+
+
+def common_prefix(a: str, b: str) -> int:
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    low, high = 0, n
+    while high - low > 1:  # a[:low] == b[:low], a[:high] != b[:high]
+        middle = (low + high) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle)
+    return low
+
+
+class Rendered:
+    """A conversation as text. starts and ends: where each message's content begins and ends (by message; a template may hide some).
+    trimmed: without the blanks around it."""
+
+    def __init__(self, text, starts, ends, generated):
+        self.text, self.starts, self.ends, self.generated, self.trimmed = text, starts, ends, generated, True
+
+
+def unmark(marked: str) -> Rendered:
+    pieces = SPLIT.split(marked)  # text, mark, text, mark, ... text
+    starts, ends, generated, at, opened = {}, {}, [], 0, None
+    for i in range(1, len(pieces), 2):
+        at += len(pieces[i - 1])
+        index, is_end = divmod(ord(pieces[i]) - FIRST_MARK, 2)
+        if pieces[i] == OPEN_ANSWER:
+            opened = at
+        elif pieces[i] == CLOSE_ANSWER:
+            if opened is not None:
+                generated.append((opened, at))
+            opened = None
+        else:
+            (ends if is_end else starts)[index] = at
+    return Rendered("".join(pieces[::2]), starts, ends, generated)
+
+
+class Answer:
+    """What the model says at one place: characters [begin, end), of which [begin, reasoning_end) are reasoning."""
+
+    def __init__(self, begin, end, reasoning_end):
+        self.begin, self.end, self.reasoning_end = begin, end, max(begin, min(reasoning_end, end))
+
+
+class Renderer:
+    """A chat template with the special tokens of its tokenizer."""
+
+    def __init__(self, source: str, special_tokens: dict, special_texts, end_texts, options=None, date=""):
+        from jinja2.exceptions import TemplateError
+        try:
+            self.template = make_environment(date).from_string(source)
+        except TemplateError as error:
+            raise Fault(f"the chat template can't be compiled: {error} (line {getattr(error, 'lineno', '?')})",
+                        "mend the template, or name another one with data.chat_template_path") from None
+        self.source = source
+        self.special_tokens = special_tokens
+        self.options = options or {}
+        self.has_marks = "endgeneration" in source
+        specials = sorted(set(special_texts) | set(end_texts), key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, specials))) if specials else None
+        self.end_texts = set(end_texts)
+        self.tails, self.prompts_only = {}, {}
+        self.closers, self.header = set(end_texts), ""
+        self.learn()
+
+    def render(self, messages, tools=None, options=None, ask=False) -> str:
+        """The template's own text, with marks where it has them ({% generation %}) or the messages do."""
+        values = {**self.special_tokens, **self.options, **(options or {})}
+        return self.template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=ask, **values)
+
+    def text(self, messages, tools=None, options=None, ask=False) -> str:
+        """What apply_chat_template(tokenize=False) returns."""
+        text = self.render(messages, tools, options, ask)
+        return MARK.sub("", text) if self.has_marks else text
+
+    # -- what this template does, seen from small conversations
+
+    def learn(self) -> None:
+        """Finds the tokens that close an answer: what stands right after it when the conversation ends there; and an answer's header."""
+        ask, say = {"role": "user", "content": "Ask"}, {"role": "assistant", "content": "Say"}
+        call = {"role": "assistant", "content": "", "tool_calls": [PROBE_CALL]}
+
+        def first_special(text):
+            found = self.special.search(text) if self.special else None
+            return found.group() if found and not text[:found.start()].strip() else None
+
+        last, middle = self.probe([ask, say]), self.probe([ask, say, ask, say])
+        closers = set(self.end_texts)
+        if last is not None and 1 in last.ends:
+            closers.add(first_special(last.text[last.ends[1]:]))
+        if middle is not None and 3 in middle.ends:
+            closers.add(first_special(middle.text[middle.ends[3]:]))
+        with_call = self.probe([ask, call], [PROBE_TOOL])
+        if with_call is not None and 0 in with_call.ends and self.special:
+            found = self.special.findall(with_call.text[with_call.ends[0]:])
+            if found and with_call.text.rstrip().endswith(found[-1]):
+                closers.add(found[-1])
+        closers.discard(None)
+        self.closers = closers
+        self.closer = re.compile("|".join(map(re.escape, sorted(closers, key=len, reverse=True)))) if closers else None
+        header = self.tail([ask], None, None, fresh=True) or ""
+        header = header[:len(header) - max(map(len, self.prompt_only(None, None)), default=0)]
+        found = self.closer.match(header) if self.closer else None
+        self.header = header[found.end():].lstrip() if found else header.lstrip() if header.strip() else ""
+
+    def probe(self, messages, tools=None):
+        try:
+            return unmark(self.render(self.marked(messages, False), tools))
+        except Exception:  # a template may refuse this kind of conversation; that is its answer
+            return None
+
+    @staticmethod
+    def marked(messages, with_begin: bool, trimmed=True):
+        """The messages with marks around their contents; trimmed: inside the blanks at their ends, which a template may take away."""
+        result = []
+        for k, message in enumerate(messages):
+            content = message["content"]
+            core = content.strip() if trimmed else content
+            if core.strip():
+                begin = content.index(core)
+                marked = (chr(FIRST_MARK + 2 * k) if with_begin else "") + core + chr(FIRST_MARK + 2 * k + 1)
+                message = {**message, "content": content[:begin] + marked + content[begin + len(core):]}
+            result.append(message)
+        return result
+
+    def tail(self, messages, tools, options, fresh=False, trimmed=True):
+        """What stands between the last message's content and the model's first own token. None when the template hides that content."""
+        key = (messages[-1]["role"], tools is not None, json.dumps(options, sort_keys=True) if options else "", trimmed)
+        if fresh or key not in self.tails:
+            try:
+                asked = unmark(self.render(self.marked(messages, False, trimmed), tools, options, ask=True))
+            except Exception:
+                return None
+            end = asked.ends.get(len(messages) - 1)
+            if end is None:
+                return None
+            self.tails[key] = asked.text[end:]
+        return self.tails[key]
+
+    # -- where the answers are
+
+    def rendered(self, messages, tools, options) -> Rendered:
+        """The text and where each content stands in it, from a second rendering with marks. The marks must not change the text: a template
+        that looks at how a content begins is tried with marks at the ends alone."""
+        plain = self.render(messages, tools, options)
+        if not plain.isascii() and MARK.search(plain.replace(OPEN_ANSWER, "").replace(CLOSE_ANSWER, "") if self.has_marks else plain):
+            raise Skip("private-characters", "there are characters of Unicode's private planes in it")
+        whole = unmark(plain) if self.has_marks else Rendered(plain, {}, {}, [])
+        if whole.generated:
+            return whole
+        has_blanks = any(m["content"] != m["content"].strip() for m in messages)
+        for with_begin, trimmed in ((True, not has_blanks), (True, True), (False, True))[0 if has_blanks else 1:]:
+            try:
+                found = unmark(self.render(self.marked(messages, with_begin, trimmed), tools, options))
+            except Exception:
+                continue
+            if found.text == whole.text:
+                found.trimmed = trimmed
+                return found
+        return whole  # places() then goes by prefixes alone
+
+    def places(self, messages, tools=None, options=None):
+        """The rendered text, what the model says in it, where the messages' contents are: (text, [Answer], [(role, begin, end)], notes).
+
+        An answer begins where the generation prompt for it ends, and ends with the token that closes it. The prompt of answer i is what the
+        template writes after messages 0..i-1 when asked for one; the part of it that follows message i-1's content is looked for behind that
+        content in the whole text. It may be there in part: a template that opens a think block for the model writes none into history.
+        """
+        page = self.rendered(messages, tools, options)
+        text = page.text
+        roles = [(m["role"], page.starts[k], page.ends[k]) for k, m in enumerate(messages) if k in page.starts and k in page.ends]
+        answers, notes = [], []
+        if page.generated:
+            said = [m for m in messages if m["role"] == "assistant"]
+            for k, (begin, end) in enumerate(page.generated):
+                if len(said) == len(page.generated) and self.lacks_calls(said[k], text[begin:end]):
+                    notes.append("tool-calls-not-in-template")
+                else:
+                    answers.append(Answer(begin, end, self.reasoning_end(text, begin, end, None)))
+            return text, answers, roles, notes
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                begin = self.begin_of(page, messages, i, tools, options)
+                end = self.end_of(page, messages, i, begin, tools, options)
+                if self.lacks_calls(message, text[begin:end]):
+                    notes.append("tool-calls-not-in-template")
+                    continue
+                shown = any(key in message and message[key].strip()[:80] in text[begin:end] for key in REASONING)
+                thought = self.reasoning_end(text, begin, end, page.starts.get(i) if shown else None)
+                answers.append(Answer(begin, end, thought))
+        return text, answers, roles, notes
+
+    @staticmethod
+    def lacks_calls(message, said: str) -> bool:
+        """True when the template leaves out what the message calls: an empty turn is not what the model said."""
+        return bool(message.get("tool_calls")) and not all(name in said for name in called(message))
+
+    def begin_of(self, page, messages, i, tools, options) -> int:
+        before = page.ends.get(i - 1) if i > 0 else None
+        limit = page.starts.get(i)
+        if before is not None:
+            for fresh in (False, True):
+                tail = self.tail(messages[:i], tools, options, fresh, page.trimmed)
+                if tail is None:
+                    break
+                matched = common_prefix(tail, page.text[before:before + len(tail)])
+                if matched == len(tail):
+                    return before + matched
+                needed = [len(tail) - len(only) for only in self.prompt_only(tools, options) if tail.endswith(only)]
+                needed = max((n for n in needed if matched >= n), default=-1)
+                if needed >= 0:
+                    return before + needed if limit is None else min(before + needed, limit)
+            if limit is not None and self.header and page.text.count(self.header, before, limit) == 1:
+                return page.text.index(self.header, before, limit) + len(self.header)
+        try:
+            prompt = self.text(messages[:i], tools, options, ask=True)
+        except Exception:
+            prompt = None
+        if prompt is not None and page.text.startswith(prompt):
+            return len(prompt)
+        raise Skip("mask", f"the generation prompt of message {i} is not in the rendered conversation")
+
+    def prompt_only(self, tools, options) -> list:
+        """Ends of a generation prompt that are not in history: "<think>\n" where a template opens that block for the model, and writes
+        none for answers of earlier turns, or none at all."""
+        key = (tools is not None, json.dumps(options, sort_keys=True) if options else "")
+        if key not in self.prompts_only:
+            ask, say = {"role": "user", "content": "Ask"}, {"role": "assistant", "content": "Say"}
+            tail, found = self.tail([ask], tools, options, fresh=True), []
+            for talk in ([ask, say], [ask, say, ask, say]):
+                try:
+                    said = unmark(self.render(self.marked(talk, True), tools, options))
+                except Exception:
+                    continue
+                if not tail or 0 not in said.ends or 1 not in said.starts:
+                    continue
+                gap = said.text[said.ends[0]:said.starts[1]]
+                shared = common_prefix(tail, gap)
+                opened = tail.rfind("<", 0, shared)
+                if shared < len(tail) and opened > tail.rfind(">", 0, shared):
+                    shared = opened  # "</think>" and "<think>" begin alike
+                if 0 < shared < len(tail):
+                    found.append(tail[shared:])
+            self.prompts_only[key] = found
+        return self.prompts_only[key]
+
+    def end_of(self, page, messages, i, begin, tools, options) -> int:
+        text, message = page.text, messages[i]
+        content_end = page.ends.get(i)
+        later = [place for k in range(i + 1, len(messages)) for place in (page.starts.get(k, page.ends.get(k)),) if place is not None]
+        limit = min(later) if later else len(text)
+        if message.get("finish_reason") == "length" and content_end is not None and not message.get("tool_calls"):
+            return content_end  # it was cut there, the model never closed it
+        if self.closer is not None:
+            found = list(self.closer.finditer(text, max(begin, content_end or 0), limit))
+            if message.get("tool_calls"):
+                if found:
+                    return found[-1].end()
+            elif found and (content_end is None or not text[content_end:found[0].start()].strip()):
+                return found[0].end()
+        if content_end is not None and not message.get("tool_calls"):
+            return content_end  # this template closes answers with nothing of the model's
+        try:
+            until_here = self.text(messages[:i + 1], tools, options)
+        except Exception:
+            until_here = None
+        if until_here is not None and text.startswith(until_here) and len(until_here) >= begin:
+            return len(until_here.rstrip("\n"))
+        raise Skip("mask", f"the end of message {i} is not to be found in the rendered conversation")
+
+    @staticmethod
+    def reasoning_end(text, begin, end, content_begin) -> int:
+        if content_begin is not None and content_begin > begin:
+            return content_begin
+        close = text.find("</think>", begin, end)
+        if close < 0:
+            return begin
+        close += len("</think>")
+        while close < end and text[close] in "\n ":
+            close += 1
+        return close
+
+    def answers_in_text(self, text: str):
+        """Answers of a text that was rendered before: behind each header of an answer, up to what closes it."""
+        if not self.header:
+            raise Skip("mask", "the template has no header of answers that could be found in a text")
+        answers, at = [], text.find(self.header)
+        while at >= 0:
+            begin = at + len(self.header)
+            following = text.find(self.header, begin)
+            found = self.closer.search(text, begin, following if following >= 0 else len(text)) if self.closer else None
+            end = found.end() if found else following if following >= 0 else len(text)
+            answers.append(Answer(begin, end, self.reasoning_end(text, begin, end, None)))
+            at = following
+        return answers
+
+
+# ---- tokens
+
+class Offsets:
+    """Which tokens of an encoding lie in a range of characters."""
+
+    def __init__(self, encoding, length):
+        self.encoding, self.length, self.count = encoding, length, len(encoding)
+
+    def at(self, place: int) -> int:
+        """The first token that reaches beyond `place`."""
+        while place < self.length:
+            token = self.encoding.char_to_token(place)
+            if token is not None:
+                return token
+            place += 1  # some tokenizers leave blanks out of their offsets
+        return self.count
+
+    def inside(self, begin: int, end: int):
+        """Tokens wholly inside [begin, end): one that reaches over a border is not what the model would say there."""
+        first, last = self.at(begin), self.at(end)
+        if first < self.count and self.encoding.token_to_chars(first)[0] < begin:
+            first += 1
+        return first, max(first, last)
+
+    def touching(self, begin: int, end: int):
+        first = self.at(begin)
+        last = self.at(end)
+        if last < self.count and self.encoding.token_to_chars(last)[0] < end:
+            last += 1
+        return first, max(first, last)
+
+
+def special_texts_of(config: dict, fallback: dict) -> dict:
+    """bos_token and the like, as templates read them."""
+    result = {}
+    for key in SPECIAL_KEYS:
+        value = config.get(key, fallback.get(key))
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            result[key] = value
+    extra = config.get("additional_special_tokens", fallback.get("additional_special_tokens"))
+    if isinstance(extra, list) and extra:
+        result["additional_special_tokens"] = [t["content"] if isinstance(t, dict) else t for t in extra]
+    named = config.get("extra_special_tokens")
+    if isinstance(named, dict):
+        result.update({key: value["content"] if isinstance(value, dict) else value for key, value in named.items()})
+    return result
+
+
+def template_sources(folder: Path, config: dict) -> dict:
+    """The templates of a target by name: chat_template.jinja before tokenizer_config.json, as Hugging Face reads them."""
+    found = config.get("chat_template")
+    sources = {}
+    if isinstance(found, str):
+        sources["default"] = found
+    elif isinstance(found, list):
+        sources.update({entry["name"]: entry["template"] for entry in found if isinstance(entry, dict)})
+    elif isinstance(found, dict):
+        sources.update(found)
+    if (folder / "chat_template.jinja").is_file():
+        sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    elif not sources and (folder / "chat_template.json").is_file():
+        sources["default"] = read_json(folder / "chat_template.json", "remove it").get("chat_template", "")
+    more = folder / "additional_chat_templates"
+    if more.is_dir():
+        sources.update({path.stem: path.read_text(encoding="utf-8") for path in sorted(more.glob("*.jinja"))})
+    return sources
+
+
+class TextWorker:
+    """Tokenizer and templates of a target folder."""
+
+    def __init__(self, settings: dict):
+        from tokenizers import Tokenizer
+        folder = Path(settings["target"])
+        self.max_length = settings.get("max_length") or 0
+        self.ignored = [text for text in settings.get("ignored") or [] if text]
+        self.whole_texts = settings.get("text_supervision") == "all"
+        self.prompts = bool(settings.get("prompts"))
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            there = "it has tokenizer.model, which only the slow tokenizers read; " if (folder / "tokenizer.model").is_file() else ""
+            raise Fault(f"{path} does not exist", there + "fetch the target's tokenizer.json and tokenizer_config.json, or bring token "
+                        "records (JSONL with input_ids and loss_mask) and leave prepare out")
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise Fault(f"{path} can't be read: {error}", "fetch the target's tokenizer.json again") from None
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        fix = "fetch the target's tokenizer_config.json"
+        config = read_json(folder / "tokenizer_config.json", fix) if (folder / "tokenizer_config.json").is_file() else {}
+        fallback = read_json(folder / "special_tokens_map.json", fix) if (folder / "special_tokens_map.json").is_file() else {}
+        self.add_listed_tokens(config)
+        special_tokens = special_texts_of(config, fallback)
+        specials = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
+        ends = self.end_texts(folder, special_tokens)
+
+        sources = template_sources(folder, config)
+        if settings.get("template_path"):
+            chosen = Path(settings["template_path"])
+            if not chosen.is_file():
+                raise Fault(f"the chat template {chosen} does not exist", "correct data.chat_template_path")
+            sources = {"default": chosen.read_text(encoding="utf-8")}
+        if not sources and not self.whole_texts:
+            raise Fault(f"{folder} has no chat template (tokenizer_config.json, chat_template.jinja)",
+                        "name one with data.chat_template_path; for texts without turns set data.text_supervision = \"all\"")
+        self.templates = {name: Renderer(source, special_tokens, specials, ends, settings.get("template_options"), settings.get("date") or "")
+                          for name, source in sources.items()}
+        self.template = self.templates.get("default") or next(iter(self.templates.values()), None)
+        self.facts = {
+            "tokens": self.tokenizer.get_vocab_size(with_added_tokens=True),
+            "largest_id": max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1),
+            "tokenizer_sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+            "template_sha256": hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest(),
+            "generation_marks": bool(self.template and self.template.has_marks),
+            "closers": sorted(self.template.closers) if self.template else [],
+            "header": self.template.header if self.template else "",
+            "reads_date": any("strftime_now" in source for source in sources.values()),
+        }
+
+    def add_listed_tokens(self, config: dict) -> None:
+        """Tokens that tokenizer_config.json lists and tokenizer.json lacks, as Hugging Face adds them."""
+        from tokenizers import AddedToken
+        listed = config.get("added_tokens_decoder")
+        if not isinstance(listed, dict):
+            return
+        known = self.tokenizer.get_added_tokens_decoder()
+        missing = [entry for number, entry in sorted(listed.items(), key=lambda item: int(item[0])) if int(number) not in known and isinstance(entry, dict)]
+        for entry in missing:
+            self.tokenizer.add_tokens([AddedToken(**{key: entry[key] for key in (
+                "content", "single_word", "lstrip", "rstrip", "normalized", "special") if key in entry})])
+
+    def end_texts(self, folder: Path, special_tokens: dict):
+        """The tokens at which generation stops: eos_token, and what generation_config.json and config.json name."""
+        texts = {special_tokens["eos_token"]} if "eos_token" in special_tokens else set()
+        for name in ("generation_config.json", "config.json"):
+            if (folder / name).is_file():
+                ids = read_json(folder / name, f"fetch {name} again").get("eos_token_id")
+                for number in ids if isinstance(ids, list) else [ids]:
+                    text = self.tokenizer.id_to_token(number) if isinstance(number, int) else None
+                    if text:
+                        texts.add(text)
+        return texts
+
+    def text_and_places(self, record: dict):
+        """(text, answers, roles, notes) of a record. Raises Skip."""
+        listed = record.get("messages", record.get("conversations", record.get("conversation")))
+        if listed is None:
+            if not isinstance(record.get("text"), str):
+                raise Skip("no-conversation", "there is no messages, conversations or text; keys: " + ", ".join(map(str, list(record)[:8])))
+            text = record["text"]
+            if not text.strip():
+                raise Skip("empty", "the text is empty")
+            if self.whole_texts or self.prompts:
+                return text, [Answer(0, len(text), 0)], [], []
+            answers = self.template.answers_in_text(text)
+            if not answers:
+                raise Skip("no-answer", f"the text has no {self.template.header!r}")
+            return text, answers, [], []
+        if self.template is None:
+            raise Skip("template", "the target has no chat template")
+        messages, notes = messages_of(listed, self.prompts)
+        if record.get("finish_reason") == "length":
+            next(m for m in reversed(messages) if m["role"] == "assistant")["finish_reason"] = "length"
+        tools = record.get("tools")
+        if isinstance(tools, str):
+            try:
+                tools = json.loads(tools)
+            except ValueError:
+                raise Skip("bad-tools", "tools is a text that is no JSON") from None
+        if tools is not None and not isinstance(tools, list):
+            raise Skip("bad-tools", f"tools is {type(tools).__name__}, a list expected")
+        template = self.templates.get("tool_use", self.template) if tools else self.template
+        for message in messages:
+            for key in REASONING:
+                if key in message:
+                    known = [name for name in REASONING if re.search(rf"\b{name}\b", template.source)]
+                    if key not in known and known:
+                        message[known[0]] = message.pop(key)
+                    elif not known:
+                        notes.append("reasoning-not-in-template")
+                    break
+        options = record.get("chat_template_kwargs")
+        options = options if isinstance(options, dict) else None
+        try:
+            if self.prompts:
+                return template.text(messages, tools or None, options, ask=True), [], [], notes
+            text, answers, roles, seen = template.places(messages, tools or None, options)
+        except Skip:
+            raise
+        except Exception as error:
+            raise Skip("template", f"the template says: {error}") from None
+        if not answers:
+            raise Skip("no-answer", "the template shows nothing of the assistant's messages")
+        return text, answers, roles, notes + seen
+
+    def row(self, record: dict, places, encoding) -> dict:
+        text, answers, roles, notes = places
+        offsets = Offsets(encoding, len(text))
+        ids = encoding.ids
+        result = {"tokens": len(ids), "ids": ids[:self.max_length] if self.max_length else ids, "answers": [], "roles": []}
+        name = record.get("id")
+        if name is not None:
+            result["id"] = name if isinstance(name, str) else json.dumps(name)
+        if isinstance(record.get("category"), str):
+            result["category"] = record["category"]
+        for answer in answers:
+            first, last = offsets.inside(answer.begin, answer.end)
+            reasoning = offsets.at(answer.reasoning_end) if answer.reasoning_end > answer.begin else first
+            result["answers"].append([first, last, max(first, min(reasoning, last))])
+        for role, begin, end in roles:
+            result["roles"].append([role, *offsets.inside(begin, end)])
+        for ignored in self.ignored:
+            at = text.find(ignored)
+            while at >= 0:
+                result.setdefault("ignored", []).append(list(offsets.touching(at, at + len(ignored))))
+                at = text.find(ignored, at + len(ignored))
+        if notes:
+            result["notes"] = list(dict.fromkeys(notes))
+        return result
+
+    def encode(self, texts):
+        return self.tokenizer.encode_batch(texts, add_special_tokens=False)
+
+    def rows(self, lines):
+        """One result for each line, in order."""
+        results, wanted = [None] * len(lines), []
+        for i, line in enumerate(lines):
+            try:
+                record = parse_row(line)
+                wanted.append((i, record, self.text_and_places(record)))
+            except Skip as skip:
+                results[i] = {"skip": skip.reason, "why": str(skip)[:300]}
+        try:
+            encodings = self.encode([places[0] for _, _, places in wanted])
+        except Exception:  # one of them is no text (half a surrogate pair): find out which
+            encodings = []
+            for _, _, places in wanted:
+                try:
+                    encodings += self.encode([places[0]])
+                except Exception as error:
+                    encodings.append(Skip("encoding", f"the tokenizer says: {error}"))
+        for (i, record, places), encoding in zip(wanted, encodings):
+            if isinstance(encoding, Skip):
+                results[i] = {"skip": encoding.reason, "why": str(encoding)[:300]}
+            else:
+                results[i] = self.row(record, places, encoding)
+        return results
+
+    def texts(self, lists):
+        return [[self.tokenizer.decode([number], skip_special_tokens=False) for number in ids] for ids in lists]
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sf-host's to handle
+    source, out = sys.stdin.buffer, sys.stdout.buffer
+
+    def say(*answers):
+        out.write("".join(json.dumps(answer, ensure_ascii=True, separators=(",", ":")) + "\n" for answer in answers).encode())
+        out.flush()
+
+    settings = json.loads(source.readline() or b"{}")
+    for folder in settings.get("packages", []):
+        sys.path.insert(0, folder)
+    try:
+        import jinja2, tokenizers  # noqa: E401, F401
+    except ImportError as error:
+        say({"error": f"{sys.executable} can't import what prepare needs: {error}",
+             "fix": "run tools/setup, or pip install tokenizers jinja2 for this python3; or bring token records (JSONL with input_ids and loss_mask), which need no Python"})
+        return 1
+    try:
+        worker = TextWorker(settings)
+    except Fault as fault:
+        say({"error": str(fault), "fix": fault.fix})
+        return 1
+    say({"ready": worker.facts})
+    gc.freeze()
+    gc.disable()  # it would look at every token list again and again
+    answered = 0
+    while header := source.readline():
+        answered += 1
+        if answered % 16 == 0:
+            gc.collect()
+        request = json.loads(header)
+        if request["op"] == "rows":
+            say(*worker.rows([source.readline().rstrip(b"\r\n") for _ in range(request["count"])]))
+        elif request["op"] == "texts":
+            say({"texts": worker.texts(request["ids"])})
+        else:
+            say({"error": f"unknown request {request['op']!r}", "fix": ""})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

