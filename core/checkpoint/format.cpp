@@ -275,7 +275,14 @@ CheckpointIndex CheckpointIndex::part_from_json(const Json& json, const std::str
   }
 }
 
-RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors) {
+bool is_run_of_elements(const TensorSlice& slice) {
+  const std::vector<int64_t> shape = slice.shape.empty() ? slice.global_shape : slice.shape;
+  const SavedSlice saved{.file = {}, .bytes = slice.bytes,
+                         .start = slice.start.empty() ? std::vector<int64_t>(shape.size(), 0) : slice.start, .shape = shape, .sha256 = {}};
+  return range_of(saved, slice.global_shape).has_value();
+}
+
+RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors, bool data_comes_later) {
   std::set<std::string_view> names;
   for (const TensorSlice& tensor : tensors) {
     const std::vector<int64_t>& shape = tensor.shape.empty() ? tensor.global_shape : tensor.shape;
@@ -287,7 +294,7 @@ RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors) {
              "{}: slice {} of a tensor {}", tensor.name, shape, tensor.global_shape);
     SF_CHECK(static_cast<uint64_t>(elements(shape)) * dtype_bytes(tensor.dtype) == tensor.bytes,
              "{}: {} bytes for {} {}", tensor.name, tensor.bytes, tensor.dtype, shape);
-    SF_CHECK(tensor.data != nullptr || tensor.bytes == 0, "{}: no data", tensor.name);
+    SF_CHECK(tensor.data != nullptr || tensor.bytes == 0 || data_comes_later, "{}: no data", tensor.name);
   }
   RankFileLayout out;
   out.order.resize(tensors.size());
@@ -339,6 +346,7 @@ Json RunState::to_json() const {
                        {"features_fingerprint", features_fingerprint},
                        {"versions", texts_of(versions)},
                        {"plugins", plugins_json},
+                       {"layout", Json::object({{"sharding", layout.sharding}, {"ranks", layout.ranks}, {"window", layout.window}})},
                        {"fixed", texts_of(fixed)},
                        {"progress", progress},
                        {"draft_config", draft_config},
@@ -363,6 +371,9 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
     for (const Json& plugin : json.at("plugins").items()) {
       out.plugins.push_back(
           {plugin.at("name").as_string(), plugin.at("version").as_string(), plugin.at("sha256").as_string()});
+    }
+    if (const Json* layout = json.find("layout")) {  // checkpoints of earlier versions have none
+      out.layout = {.sharding = layout->at("sharding").as_string(), .ranks = layout->at("ranks").as_int(), .window = layout->at("window").as_string()};
     }
     out.fixed = map_of(json.at("fixed"));
     out.progress = json.at("progress");
@@ -392,8 +403,14 @@ Continuation compare_runs(const RunState& saved, const RunState& now) {
          format("the learning rate would jump; training.max_steps and training.num_epochs may change when the schedule keeps its length: "
                 "--set training.total_steps={}",
                 saved.total_steps));
+  // Other ranks may share a window out in another way, as long as it is the same window.
+  const std::set<std::string> of_a_window = {"training.batch_size", "training.accumulation_steps"};
+  const bool same_window = !saved.layout.window.empty() && saved.layout.window == now.layout.window;
   for (const auto& [key, before] : saved.fixed) {
     const auto after = now.fixed.find(key);
+    if (same_window && saved.layout.ranks != now.layout.ranks && of_a_window.contains(key)) {
+      continue;
+    }
     differ(key, before, after != now.fixed.end() ? after->second : std::string("nothing"),
            "it may not change within a run");
   }
@@ -402,6 +419,11 @@ Continuation compare_runs(const RunState& saved, const RunState& now) {
       out.errors.push_back(format(
           "{}: the checkpoint does not say, this run has {} (it may not change within a run)", key, after));
     }
+  }
+  if (!saved.layout.window.empty() && !same_window) {
+    out.warnings.push_back(format("an optimizer step took {} on {} ranks, and takes {} on {} now: the run goes on with every sample once, but not as it would "
+                                  "have; training.batch_size and training.accumulation_steps can keep it as it was",
+                                  saved.layout.window, saved.layout.ranks, now.layout.window, now.layout.ranks));
   }
   for (const auto& [key, before] : saved.versions) {
     const auto after = now.versions.find(key);

@@ -43,9 +43,11 @@ struct TensorSlice {
   std::vector<int64_t> global_shape = {};  // of the whole tensor
   std::vector<int64_t> start = {};         // where this slice begins in it; empty: at its origin
   std::vector<int64_t> shape = {};         // of this slice; empty: the whole tensor
-  const void* data = nullptr;
+  const void* data = nullptr;  // null when a SnapshotSource gives the bytes
   uint64_t bytes = 0;
 };
+/// Whether the slice is one run of elements of the row-major whole, so that it can be saved in pieces.
+[[nodiscard]] bool is_run_of_elements(const TensorSlice& slice);
 
 /// Where a slice lies on disk. `start` and `shape` have as many numbers as the tensor's shape, or one: then the
 /// slice is a run of elements of the row-major whole.
@@ -104,7 +106,15 @@ struct RankFileLayout {
   std::vector<uint64_t> offsets;  // by position in `tensors`, from the start of the file
 };
 /// Checks names, shapes and sizes; throws an internal Error when the caller's slices contradict themselves.
-[[nodiscard]] RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors);
+[[nodiscard]] RankFileLayout lay_out_rank_file(std::span<const TensorSlice> tensors, bool data_comes_later = false);
+
+/// How a run's state was laid over processes when it was saved; what it is read for, not what it needs: any layout reads any other.
+struct SavedLayout {
+  std::string sharding;   // "fsdp2"; empty: the checkpoint does not say (rule A8)
+  int64_t ranks = 0;
+  /// What one optimizer step takes, as the algorithm pools it: "12 samples", "2 micro-steps of 6 samples"; equal texts are the same training.
+  std::string window;
+};
 
 struct PluginStamp {
   std::string name, version, sha256;
@@ -125,6 +135,7 @@ struct RunState {
   std::string target_fingerprint, features_fingerprint;
   std::map<std::string, std::string> versions;  // "sf", "torch", "compiler" ...
   std::vector<PluginStamp> plugins;
+  SavedLayout layout;
   // what a run that goes on must share: "training.batch_size" -> "4"
   std::map<std::string, std::string> fixed;
   Json progress = Json::object();  // the trainer's own: best score, sums since the last log line ...

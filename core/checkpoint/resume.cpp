@@ -95,7 +95,7 @@ std::vector<FoundCheckpoint> list_checkpoints(const fs::path& run_folder, Checkp
     FoundCheckpoint found{.folder = entry.path(), .step = *step};
     if (partial) {
       found.state = FoundCheckpoint::State::unfinished;
-      found.why = "its save was cut short";
+      found.why = "its save is going on, or was cut short";
     } else if (!fs::exists(entry.path() / kMarkerFile)) {  // a save gives the name last, so the marker was there once
       found.state = FoundCheckpoint::State::damaged;
       found.why = format("it has no {}", kMarkerFile);

@@ -5,6 +5,7 @@
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/checkpoint/format.hpp"
+#include "core/checkpoint/resume.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -71,18 +72,37 @@ bool offer_best(const fs::path& run_folder, const BestRecord& record) {
   return true;
 }
 
-std::vector<int64_t> rotate_checkpoints(const fs::path& run_folder, int64_t keep, int64_t just_saved) {
-  std::vector<int64_t> removed;
-  if (keep <= 0) {
-    return removed;
+std::vector<int64_t> superfluous_steps(const std::vector<int64_t>& whole, const RetentionPolicy& policy, std::optional<int64_t> best,
+                                       std::optional<int64_t> just_saved) {
+  std::vector<int64_t> out;
+  if (policy.newest <= 0) {
+    return out;
+  }
+  for (size_t i = static_cast<size_t>(policy.newest); i < whole.size(); ++i) {  // at least the first one stays
+    const int64_t step = whole[i];
+    const bool stays = step == just_saved || step == best || (policy.every > 0 && step % policy.every == 0);
+    if (!stays) {
+      out.push_back(step);
+    }
+  }
+  return out;
+}
+
+std::vector<int64_t> rotate_checkpoints(const fs::path& run_folder, const RetentionPolicy& policy, int64_t just_saved) {
+  if (policy.newest <= 0) {
+    return {};
+  }
+  std::vector<int64_t> whole;
+  for (const FoundCheckpoint& found : list_checkpoints(run_folder)) {
+    if (found.state == FoundCheckpoint::State::complete) {
+      whole.push_back(found.step);
+    }
   }
   const std::optional<BestRecord> best = read_best(run_folder);
-  const std::vector<int64_t> steps = committed_steps(run_folder);
-  for (size_t i = static_cast<size_t>(keep); i < steps.size(); ++i) {
-    if (steps[i] != just_saved && !(best && best->step == steps[i])) {
-      remove_folder(run_folder / step_folder_name(steps[i]));
-      removed.push_back(steps[i]);
-    }
+  const std::vector<int64_t> removed =
+      superfluous_steps(whole, policy, best ? std::optional(best->step) : std::nullopt, just_saved);
+  for (const int64_t step : removed) {
+    remove_folder(run_folder / step_folder_name(step));
   }
   return removed;
 }

@@ -34,10 +34,18 @@ struct BestRecord {
 /// best.
 bool offer_best(const std::filesystem::path& run_folder, const BestRecord& record);
 
-/// Deletes all but the newest `keep` checkpoints; never the best one and never `just_saved`. keep 0: keeps
-/// all. Returns the deleted steps.
-std::vector<int64_t> rotate_checkpoints(const std::filesystem::path& run_folder, int64_t keep,
-                                        int64_t just_saved);
+/// Which checkpoints stay.
+struct RetentionPolicy {
+  int64_t newest = 0;  // so many; 0: all
+  int64_t every = 0;   // and those whose step is a multiple of this; 0: none for that
+};
+/// Of whole checkpoints' steps, newest first, those that go: never the best one, never `just_saved`, never the only one.
+[[nodiscard]] std::vector<int64_t> superfluous_steps(const std::vector<int64_t>& whole, const RetentionPolicy& policy, std::optional<int64_t> best,
+                                                     std::optional<int64_t> just_saved);
+
+/// Deletes what the policy does not keep. Damaged checkpoints don't count, neither among the newest nor for deletion: a person
+/// should look at them. Returns the deleted steps.
+std::vector<int64_t> rotate_checkpoints(const std::filesystem::path& run_folder, const RetentionPolicy& policy, int64_t just_saved);
 
 /// After the first save of a run that went on from an older step: deletes the checkpoints of the abandoned
 /// future (steps above `step`) and a best record that is one of them. Returns the deleted steps.

@@ -94,7 +94,7 @@ std::string errors_markdown(const std::vector<Manifest>& manifests) {
   for (const Manifest& manifest : manifests) {
     for (const Rule& rule : manifest.rules) {
       out += format("| `{}` | {} | {} | {} | {} |\n", rule.id, rule.owner,
-                    rule.action == RuleAction::warn ? "warning" : "2", rule.message, rule.fix);
+                    rule.action == RuleAction::warn ? "warning" : rule.action == RuleAction::at_run ? "while running" : "2", rule.message, rule.fix);
     }
   }
   return out;

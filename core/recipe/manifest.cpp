@@ -472,8 +472,14 @@ class ManifestReader {
           bad(entry.place, format("{} can only be true", entry.key));
         }
         ++actions;
+      } else if (entry.key == "phase") {
+        rule.action = RuleAction::at_run;
+        if (as_text(entry) != "run") {
+          bad(entry.value.place, format("phase is \"{}\", and only \"run\" is known", as_text(entry)));
+        }
+        ++actions;
       } else {
-        unknown(entry, {"id", "when", "require", "reject", "warn", "message", "fix", "why"});
+        unknown(entry, {"id", "when", "require", "reject", "warn", "phase", "message", "fix", "why"});
       }
     }
     if (rule.id.empty() || rule.message.empty() || rule.fix.empty()) {
@@ -481,7 +487,7 @@ class ManifestReader {
     }
     if (actions != 1) {
       bad(table.place,
-          format("rule \"{}\" must have exactly one of require, reject = true, warn = true", rule.id));
+          format("rule \"{}\" must have exactly one of require, reject = true, warn = true, phase = \"run\"", rule.id));
     }
     return rule;
   }

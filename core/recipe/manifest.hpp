@@ -59,7 +59,8 @@ struct Condition {
   Place place;
 };
 
-enum class RuleAction { require, reject, warn };
+// at_run: what the rule speaks of shows while a run goes on; its text is data like the others', who meets it asks for it (run_rule).
+enum class RuleAction { require, reject, warn, at_run };
 
 struct Rule {
   std::string id, message, fix, why;

@@ -189,7 +189,7 @@ std::string recipes_markdown(const std::vector<Manifest>& manifests) {
     for (const Rule& rule : manifest.rules) {
       out +=
           format("| `{}` | {} | {} | {} | {} |\n", rule.id, rule.owner,
-                 rule.action == RuleAction::warn ? "warning" : "error", cell(rule.message), cell(rule.fix));
+                 rule.action == RuleAction::warn ? "warning" : rule.action == RuleAction::at_run ? "while running" : "error", cell(rule.message), cell(rule.fix));
     }
   }
   out += "\n### Keys that live elsewhere here\n\n| key of the reference | here |\n|---|---|\n";
@@ -329,7 +329,7 @@ Json manifest_json(const Manifest& manifest) {
   for (const Rule& rule : manifest.rules) {
     Json one = Json::object();
     one.set("id", rule.id);
-    one.set("action", rule.action == RuleAction::warn ? "warning" : "error");
+    one.set("action", rule.action == RuleAction::warn ? "warning" : rule.action == RuleAction::at_run ? "while running" : "error");
     one.set("message", rule.message);
     one.set("fix", rule.fix);
     rules.push_back(std::move(one));

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <optional>
 
+#include "core/base/error.hpp"
 #include "core/base/text.hpp"
 
 namespace sf {
@@ -209,11 +210,32 @@ std::string with_values(std::string text, const PlanValues& values) {
   return text;
 }
 
+std::string with_texts(std::string text, const std::map<std::string, std::string>& values) {
+  for (std::size_t open = text.find('{'); open != std::string::npos; open = text.find('{', open)) {
+    const std::size_t close = text.find('}', open);
+    const auto found = close == std::string::npos ? values.end() : values.find(text.substr(open + 1, close - open - 1));
+    SF_CHECK(found != values.end(), "a rule's text names what nobody gave: {}", text);
+    text.replace(open, close - open + 1, found->second);
+    open += found->second.size();  // a value may have braces of its own
+  }
+  return text;
+}
+
 }  // namespace
+
+RunRule run_rule(std::string_view id, const std::map<std::string, std::string>& values) {
+  const std::vector<Rule>& rules = host_manifest().rules;
+  const auto rule = std::find_if(rules.begin(), rules.end(), [&](const Rule& r) { return r.id == id && r.action == RuleAction::at_run; });
+  SF_CHECK(rule != rules.end(), "host.toml has no rule \"{}\" of the phase run", id);
+  return {.message = with_texts(rule->message, values), .why = with_texts(rule->why, values), .fix = with_texts(rule->fix, values)};
+}
 
 void check_rules(const std::vector<Rule>& rules, const RuleInput& input, Diagnostics& problems,
                  std::vector<std::string>& undecided) {
   for (const Rule& rule : rules) {
+    if (rule.action == RuleAction::at_run) {
+      continue;
+    }
     Judge judge(rule, input, problems);
     Truth when = judge.all_of(rule.when);
     Truth broken = when;

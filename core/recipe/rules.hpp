@@ -5,6 +5,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/base/diagnostics.hpp"
@@ -26,6 +27,13 @@ struct RuleInput {
 /// type does not have, is plugin/bad-manifest.
 void check_rules(const std::vector<Rule>& rules, const RuleInput& input, Diagnostics& problems,
                  std::vector<std::string>& undecided);
+
+/// A rule of the host that is met while a run goes on (phase = "run"), with "{name}" in its texts replaced by the value of that name. An id that
+/// host.toml lacks is an internal error.
+struct RunRule {
+  std::string message, why, fix;
+};
+[[nodiscard]] RunRule run_rule(std::string_view id, const std::map<std::string, std::string>& values);
 
 /// Options of the host that are for a plugin of the stack: one that differs from its default and that no manifest claims is
 /// recipe/not-offered; a claim on a key that the host lacks is plugin/bad-manifest. `installed` names who would claim it.

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
@@ -17,6 +18,7 @@
 #include "core/checkpoint/retention.hpp"
 #include "core/checkpoint/save.hpp"
 #include "core/plan/plan.hpp"
+#include "core/recipe/rules.hpp"
 #include "core/train/draft_buffers.hpp"
 #include "core/train/evaluate.hpp"
 #include "core/train/metrics.hpp"
@@ -24,8 +26,10 @@
 #include "core/train/saved_run.hpp"
 #include "core/train/schedule.hpp"
 #include "core/train/session.hpp"
+#include "core/train/staging.hpp"
 #include "core/train/step.hpp"
 #include "core/train/tracking.hpp"
+#include "sf/checkpoint.h"
 
 namespace sf {
 namespace {
@@ -99,7 +103,14 @@ class TrainingRun {
     if (const auto best = told_by_lead(*session_, session_->is_lead() ? best_text() : "", "the best checkpoint so far"); !best.empty()) {
       best_score_ = std::stod(best);
     }
-    saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, sync_writer_.writer(), save_peers());
+    const SnapshotTensors saved = snapshot_tensors(*session_, *optimizer_);
+    int64_t snapshot_bytes = 0;
+    for (const int64_t bytes : saved.bytes()) {
+      snapshot_bytes += bytes;
+    }
+    staging_ = std::make_shared<Staging>(saved.bytes(), staging_size(plan_, snapshot_bytes), session_->placement.device);
+    is_beside_ = writes_beside_training(plan_);
+    saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, checkpoint_writer(), save_peers(), is_beside_);
     if (session_->is_lead()) {
       metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
       trackers_ = std::make_unique<Trackers>(context_.plugins, Trackers::Run{.run_id = plan_.get<std::string>("run_id"),
@@ -122,6 +133,7 @@ class TrainingRun {
     if (!interrupted_) {
       try {
         train_windows();
+        finish_save();
       } catch (const Error& error) {
         keep_finished_updates(error);
       }
@@ -139,12 +151,12 @@ class TrainingRun {
                   "--resume goes on with a run; --init-from starts a new one from its weights");
     }
     if (!arguments.resume.empty()) {
-      if (const auto checkpoint = open_checkpoint(session_->run_folder, resumed_folder(arguments.resume))) {
+      if (const auto checkpoint = resumed_checkpoint(arguments.resume)) {
         progress_ = restore(*checkpoint, *session_, *optimizer_, *features_, horizon_.schedule);
         count_windows_left();
         log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
         resumed_ = true;
-        saved_update_ = progress_.update;
+        saved_update_ = committed_update_ = progress_.update;
         return;
       }
       log_info("no checkpoint in {} yet: a fresh start", session_->run_folder.string());
@@ -176,18 +188,14 @@ class TrainingRun {
     horizon_.windows = max_steps > 0 ? std::min(max_steps, in_epochs) : in_epochs;
   }
 
-  // Which checkpoint "auto" means is rank 0's to say: on a shared disk another rank may see an older state.
-  std::string resumed_folder(const std::string& wanted) const {
-    if (session_->placement.comm == nullptr) {
-      return wanted;
+  // Which checkpoint "auto" means is rank 0's to say: on a shared disk another rank may see an older state. It also reads every byte, for all of them.
+  std::optional<CheckpointReader> resumed_checkpoint(const std::string& wanted) const {
+    std::optional<CheckpointReader> found = session_->is_lead() ? open_checkpoint(session_->run_folder, wanted) : std::nullopt;
+    const std::string folder = told_by_lead(*session_, found ? found->folder().string() : "", "the checkpoint to go on from");
+    if (!found && !folder.empty()) {
+      found = CheckpointReader::open(folder, CheckpointReader::Verify::sizes);
     }
-    std::string found = wanted;
-    if (session_->is_lead()) {
-      if (const auto checkpoint = open_checkpoint(session_->run_folder, wanted)) {
-        found = checkpoint->folder().string();
-      }
-    }
-    return told_by_lead(*session_, found, "the checkpoint to go on from");
+    return found;
   }
 
   std::string best_text() const {
@@ -219,14 +227,23 @@ class TrainingRun {
   // The failed window changed nothing, so what was done before it is worth keeping. Numbers that are not finite are the exception: the
   // updates before them have most likely gone wrong already.
   [[noreturn]] void keep_finished_updates(const Error& error) {
-    std::string kept = "nothing was saved";
-    if (diverged_ || progress_.update == saved_update_) {
-      if (saved_update_ > 0) {
-        kept = "the last checkpoint is step " + std::to_string(saved_update_);
+    // Alone, or when all ranks leave the same window, what is being saved can be finished; it was taken from updates that were good.
+    const bool all_leave = session_->placement.comm == nullptr || all_failed_ || diverged_;
+    std::string kept;
+    if (all_leave && error.code() != ExitCode::kCheckpoint && error.code() != ExitCode::kDevice) {
+      try {
+        finish_save();
+        if (!diverged_ && progress_.update != saved_update_) {
+          save(std::nullopt);
+          finish_save();
+          kept = "saved step " + std::to_string(progress_.update) + " before leaving";
+        }
+      } catch (const Error& failed) {  // what ended the run is what is told; this beside it
+        kept = failed.what();
       }
-    } else if (error.code() != ExitCode::kCheckpoint && error.code() != ExitCode::kDevice && (session_->placement.comm == nullptr || all_failed_)) {
-      save(std::nullopt);
-      kept = "saved step " + std::to_string(progress_.update) + " before leaving";
+    }
+    if (kept.empty()) {
+      kept = committed_update_ > 0 ? "the last checkpoint is step " + std::to_string(committed_update_) : "nothing was saved";
     }
     throw Error(error.code(), std::string(error.what()) + "; " + kept, error.hint());
   }
@@ -248,6 +265,7 @@ class TrainingRun {
     const auto start = Clock::now();
     SampleOrder order(session_->seed, source_.size, plan_.get<int64_t>("training.num_epochs"));
     double elapsed_logged = 0, waited_logged = 0;
+    bool some_beside_save = false;
     int64_t tokens_logged = 0, own_tokens_logged = 0, positions_logged = 0, samples_logged = 0, updates_logged = 0;
     if (session_->batch_shape.is_static) {
       log_info("static shapes: batches are padded to {} tokens and {} block slots", session_->batch_shape.lengths(), session_->description.slots);
@@ -270,9 +288,17 @@ class TrainingRun {
       const StepInfo step{.update = update, .updates_total = horizon_.schedule, .wants_details = will_log};
       const double rate = rate_->at(update);
       const StepResult result =
-          trainer_->run(window, step, rate, {.wants_stop = context_.stop_requested && context_.stop_requested(), .upcoming = take_upcoming});
+          trainer_->run(window, step, rate, {.wants_stop = context_.stop_requested && context_.stop_requested(),
+                                             .upcoming = take_upcoming,
+                                             .before_update = [&] { staging_->hold_updates(); },
+                                             .save_settled = saver_->is_settled()});
+      some_beside_save = some_beside_save || pending_.has_value();
       throw_failed_data(result);
       check(result, update);
+      const bool is_settled = session_->placement.comm == nullptr ? saver_->is_settled() : result.saves_settled == session_->rank_count();
+      if (pending_ && is_settled) {  // all ranks have seen the same number
+        note_committed(saver_->advance());
+      }
       if (update == first_update) {
         compare_first_window();
         if (context_.check_effects) {
@@ -317,6 +343,10 @@ class TrainingRun {
         json.set("perf/data_wait_time_s", (loader.seconds_waited() - waited_logged) / static_cast<double>(updates_logged));
         json.set("perf/padded_share", 1 - static_cast<double>(own_tokens_logged) / static_cast<double>(std::max<int64_t>(positions_logged, 1)));
         json.set("perf/memory_bytes", line.memory_bytes);
+        if (some_beside_save) {
+          json.set("perf/beside_save", true);
+          some_beside_save = false;
+        }
         for (const auto& [name, value] : metrics) {
           json.set(name, value);
         }
@@ -340,6 +370,7 @@ class TrainingRun {
         save(evaluation);
       }
       if (stop || interrupted_) {
+        finish_save();
         log_info("asked to stop: saved after update {} of {}; --resume auto goes on", progress_.update, horizon_.windows);
         interrupted_ = true;
         break;
@@ -476,33 +507,92 @@ class TrainingRun {
     return found;
   }
 
+  CheckpointWriter checkpoint_writer() {
+    for (const LoadedPlugin& plugin : context_.plugins) {
+      if (plugin.kind == SF_KIND_CHECKPOINT) {
+        const void* found = plugin.entry->get_interface(plugin.instance, SF_CHECKPOINT_WRITER);
+        SF_CHECK(found != nullptr, "plugin '{}' is open and offers no \"{}\"", plugin.name, SF_CHECKPOINT_WRITER);
+        return {static_cast<const sf_checkpoint_writer*>(found), plugin.instance};
+      }
+    }
+    return sync_writer_.writer();
+  }
+
+  // Snapshot and writer get the run as it stands. With a writer that works beside training, and room for the snapshot, that is all: the rest happens while
+  // windows run, and advance() takes note of it.
   void save(const std::optional<Evaluation>& evaluation) {
     const auto start = Clock::now();
-    saver_->start(snapshot(*session_, *optimizer_, progress_, *features_));
-    saver_->wait();  // on all ranks: then the step is committed
-    if (session_->is_lead()) {
-      tend_checkpoints(evaluation);
-      log_debug("saved step {} in {}", progress_.update, human_duration(seconds_since(start)));
+    if (pending_) {
+      const int64_t before = pending_->update;
+      finish_save();
+      if (session_->is_lead() && seconds_since(start) > 0.01) {  // less is only the taking note of it
+        log_info("{}", run_rule("A2", {{"step", to_text(progress_.update)}, {"pending", to_text(before)}, {"seconds", human_duration(seconds_since(start))}}).message);
+      }
     }
+    const double waited = seconds_since(start);
+    CheckpointSaver::Request request = snapshot(*session_, *optimizer_, progress_, *features_, staging_);
+    if (session_->is_lead()) {
+      const int64_t update = progress_.update;
+      const bool drops_future = resumed_ && !saved_since_resume_;
+      request.after_commit = [this, update, drops_future, evaluation] { tend_checkpoints(update, drops_future, evaluation); };
+    }
+    pending_ = PendingSave{.update = progress_.update, .waited_seconds = waited};
+    saver_->start(std::move(request));
     saved_since_resume_ = true;
     saved_update_ = progress_.update;
     if (evaluation && (!best_score_ || evaluation->acceptance_length > *best_score_)) {
       best_score_ = evaluation->acceptance_length;
     }
+    if (!is_beside_) {
+      (void)saver_->wait();
+    }
+    pending_->stall_seconds = seconds_since(start);
+    if (saver_->is_idle()) {  // with one rank start() itself may have gone all the way
+      note_committed(saver_->last_step());
+    }
   }
 
-  void tend_checkpoints(const std::optional<Evaluation>& evaluation) {
-    if (resumed_ && !saved_since_resume_) {
-      for (const int64_t step : discard_newer_than(session_->run_folder, progress_.update)) {
+  // All ranks: nothing is in flight after this. Throws what the save has failed with.
+  void finish_save() {
+    if (pending_) {
+      note_committed(saver_->wait());
+    }
+  }
+
+  void note_committed(const std::optional<CommittedStep>& committed) {
+    if (!committed) {
+      return;
+    }
+    const PendingSave save = *std::exchange(pending_, std::nullopt);
+    committed_update_ = save.update;
+    const double held = staging_->held_seconds();
+    ++saves_;
+    save_stall_seconds_ += save.stall_seconds + held;
+    save_seconds_ += committed->seconds;
+    if (!session_->is_lead()) {
+      return;
+    }
+    log_debug("saved step {} in {}; training waited {} ms", save.update, human_duration(committed->seconds), format_fixed((save.stall_seconds + held) * 1e3, 1));
+    Json line = Json::object();
+    Json told = Json::object();
+    told.set("step", save.update).set("stall_s", save.stall_seconds).set("waited_s", save.waited_seconds).set("device_wait_s", held);
+    told.set("seconds", committed->seconds).set("bytes", committed->bytes).set("beside", is_beside_);
+    write_metrics(line.set("step", progress_.update).set("save", std::move(told)));
+  }
+
+  // On the committing thread, when the step has its name and not before (rule A5).
+  void tend_checkpoints(int64_t update, bool drops_future, const std::optional<Evaluation>& evaluation) const {
+    if (drops_future) {
+      for (const int64_t step : discard_newer_than(session_->run_folder, update)) {
         log_info("removed step {} of the run's abandoned future", step);
       }
     }
-    if (evaluation &&
-        offer_best(session_->run_folder, {.step = progress_.update, .score = evaluation->acceptance_length,
-                                          .metric = "acceptance_length", .metrics = evaluation->to_json()})) {
-      log_info("best so far: step {} with acceptance length {}", progress_.update, format_fixed(evaluation->acceptance_length, 3));
+    if (evaluation && offer_best(session_->run_folder, {.step = update, .score = evaluation->acceptance_length, .metric = "acceptance_length",
+                                                        .metrics = evaluation->to_json()})) {
+      log_info("{}", run_rule("A5", {{"step", to_text(update)}, {"metric", "acceptance length"}, {"score", format_fixed(evaluation->acceptance_length, 3)}}).message);
     }
-    (void)rotate_checkpoints(session_->run_folder, plan_.get<int64_t>("training.max_checkpoints"), progress_.update);
+    (void)rotate_checkpoints(session_->run_folder,
+                             {.newest = plan_.get<int64_t>("training.max_checkpoints"), .every = plan_.get<int64_t>("checkpoint.keep_every")}, update);
   }
 
   Json summary() const {
@@ -515,6 +605,7 @@ class TrainingRun {
     json.set("seconds_training", train_seconds_);
     json.set("unusable_samples", static_cast<int64_t>(unusable_.reasons.size()));
     json.set("empty_windows", empty_windows_);
+    json.set("saves", saves_).set("save_stall_seconds", save_stall_seconds_).set("save_seconds", save_seconds_);
     json.set("memory_peak_bytes", memory_use(session_->placement.device).peak);
     if (trackers_ != nullptr) {
       json.set("tracker_failures", trackers_->failures());
@@ -540,7 +631,7 @@ class TrainingRun {
   std::unique_ptr<AdamW> optimizer_;
   std::unique_ptr<Trainer> trainer_;
   SyncWriter sync_writer_;
-  std::unique_ptr<CheckpointSaver> saver_;
+  std::shared_ptr<Staging> staging_;
   std::unique_ptr<MetricsFile> metrics_file_;   // rank 0's, as the trackers are
   std::unique_ptr<Trackers> trackers_;
   std::unique_ptr<FolderLock> lock_;
@@ -550,12 +641,25 @@ class TrainingRun {
   bool diverged_ = false;
   std::optional<double> last_loss_;
   double train_seconds_ = 0;
-  int64_t tokens_ = 0, empty_windows_ = 0, saved_update_ = 0;
+  int64_t tokens_ = 0, empty_windows_ = 0;
+  int64_t saved_update_ = 0;             // what the last save was begun after
+  int64_t committed_update_ = 0;         // and what the last checkpoint that is whole holds
+  /// A save whose step has no name yet.
+  struct PendingSave {
+    int64_t update = 0;
+    double stall_seconds = 0;            // what the training thread gave to it, the next included
+    double waited_seconds = 0;           // for the save before it (rule A2)
+  };
+  std::optional<PendingSave> pending_;
+  bool is_beside_ = false;               // the writer works while windows run
+  int64_t saves_ = 0;
+  double save_stall_seconds_ = 0, save_seconds_ = 0;
   Unusable unusable_;
   std::optional<Failure> failed_data_;   // of this rank
   bool all_failed_ = false;              // every rank leaves the same window for the same reason, so they can still save together
   std::optional<double> best_score_;     // the same on all ranks
   std::optional<Evaluation> first_evaluation_, last_evaluation_;
+  std::unique_ptr<CheckpointSaver> saver_;   // last: its thread uses the rest until it is gone
 };
 
 }  // namespace

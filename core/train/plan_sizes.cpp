@@ -5,6 +5,7 @@
 #include "core/base/text.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/session.hpp"
+#include "core/train/staging.hpp"
 #include "core/train/verbs.hpp"
 #include "sf/json.hpp"
 
@@ -98,9 +99,17 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
   if (held.buffers > 0) {
     lines.insert(lines.begin() + (held.whole > 0 ? 2 : 1), {"communication buffers", held.buffers, "gathers, reductions, this rank's gradients"});
   }
+  const StagingSize staging = staging_size(plan, held.weights + held.trainable_elements * (facts.bfloat16 ? 12 : 8));
+  const bool is_host_apart = plan.get<std::string>("device") == "cuda";
+  if (!is_host_apart) {
+    lines.push_back({"checkpoint staging", staging.bytes, staging.detail});
+  }
   int64_t total = 0;
   for (const SizeLine& line : lines) {
     total += line.bytes;
+  }
+  if (is_host_apart) {
+    lines.push_back({"checkpoint staging", staging.bytes, "page-locked " + staging.detail + "; not in the total"});
   }
   lines.push_back({"total (estimate)", total, ranks > 1 ? "on each rank" : "per process"});
   return lines;

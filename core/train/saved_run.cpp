@@ -9,6 +9,7 @@
 #include "core/checkpoint/resume.hpp"
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
+#include "core/recipe/rules.hpp"
 #include "core/train/draft_buffers.hpp"
 
 namespace sf {
@@ -20,6 +21,18 @@ std::string display(const std::vector<std::string>& sentences) {
     text += (text.empty() ? "" : "; ") + sentence;
   }
   return text;
+}
+
+// What one optimizer step takes, so that equal texts mean the same training: how the algorithm pools says what may be shared out in another way.
+std::string window_text(const Session& session) {
+  const int64_t ranks = session.rank_count();
+  const int64_t batch = session.plan->get<int64_t>("training.batch_size"), micro_steps = session.plan->get<int64_t>("training.accumulation_steps");
+  switch (session.description.pooling) {
+    case Pooling::window: return format("{} samples", ranks * micro_steps * batch);
+    case Pooling::micro: return format("{} micro-steps of {} samples", micro_steps, ranks * batch);
+    case Pooling::mean: return format("{} batches of {} samples", ranks * micro_steps, batch);
+  }
+  return "";
 }
 
 // The state that describes the run as it is configured now; what it has done comes from `progress`.
@@ -41,6 +54,7 @@ RunState describe_run(const Session& session, const RunProgress& progress, const
   for (const LoadedPlugin& plugin : session.context->plugins) {
     state.plugins.push_back({.name = plugin.name, .version = plugin.version, .sha256 = plugin.sha256});
   }
+  state.layout = {.sharding = plan.get<std::string>("backend.sharding"), .ranks = session.rank_count(), .window = window_text(session)};
   for (const auto& [key, value] : plan.values) {
     if (value.is_fixed) {
       state.fixed[key] = toml_text(value.value);
@@ -78,6 +92,21 @@ std::vector<const ShardState*> states_by_shard(const std::vector<Shard>& shards,
   return found;
 }
 
+// The updates that each trained parameter has had: the same on all ranks. One read of the device for all of them.
+Json update_counts(const std::vector<Shard>& shards, AdamW& optimizer) {
+  Json counts = Json::object();
+  std::vector<at::Tensor> steps;
+  for (const ShardState& state : optimizer.states()) {
+    steps.push_back(state.steps);
+  }
+  const at::Tensor counts_s = steps.empty() ? at::Tensor() : at::stack(steps).to(at::kCPU, at::kLong);
+  int64_t next = 0;
+  for (const ShardState& state : optimizer.states()) {
+    counts.set(shards[state.shard].name, counts_s.const_data_ptr<int64_t>()[next++]);
+  }
+  return counts;
+}
+
 // Where this rank's part of a parameter begins in a checkpoint: a row of the tensor, or an element of it.
 std::vector<int64_t> start_of(const Shard& shard, const at::Tensor& local) {
   std::vector<int64_t> start(static_cast<size_t>(local.dim()), 0);
@@ -85,6 +114,32 @@ std::vector<int64_t> start_of(const Shard& shard, const at::Tensor& local) {
     start[0] = shard.begin / std::max<int64_t>(1, c10::multiply_integers(local.sizes().slice(1)));
   }
   return start;
+}
+
+void add_tensor(SnapshotTensors& found, const std::string& name, const std::vector<int64_t>& global_shape, std::vector<int64_t> start,
+                const at::Tensor& tensor) {
+  const at::Tensor live = tensor.detach().contiguous();
+  found.tensors.push_back(live);
+  found.slices.push_back({.name = name,
+                          .dtype = dtype_name(dtype_of(live.scalar_type())),
+                          .global_shape = global_shape,
+                          .start = std::move(start),
+                          .shape = live.sizes().vec(),
+                          .data = nullptr,
+                          .bytes = live.nbytes()});
+}
+
+// The tensors that this rank holds and no other rank saves.
+SnapshotTensors shard_tensors(const std::vector<Shard>& shards, AdamW& optimizer) {
+  SnapshotTensors found;
+  const auto states = states_by_shard(shards, optimizer);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const bool holds_some = shards[i].is_saved && shards[i].begin < shards[i].end;
+    for (const NamedTensor& named : holds_some ? tensors_of(shards[i], states[i]) : std::vector<NamedTensor>()) {
+      add_tensor(found, named.name, shards[i].global_shape, start_of(shards[i], named.tensor), named.tensor);
+    }
+  }
+  return found;
 }
 
 void read_into(const CheckpointReader& checkpoint, const std::string& name, const Shard& shard, const at::Tensor& into) {
@@ -130,31 +185,14 @@ void refuse_unused(const std::set<std::string>& names, const std::filesystem::pa
 
 SavedTensors copy_to_host(const std::vector<Shard>& shards, AdamW& optimizer) {
   SavedTensors saved;
+  SnapshotTensors live = shard_tensors(shards, optimizer);
   auto kept = std::make_shared<std::vector<at::Tensor>>();
-  const auto states = states_by_shard(shards, optimizer);
-  std::vector<at::Tensor> counts;
-  for (const ShardState& state : optimizer.states()) {
-    counts.push_back(state.steps);
+  for (size_t i = 0; i < live.slices.size(); ++i) {
+    kept->push_back(live.tensors[i].to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+    live.slices[i].data = kept->back().const_data_ptr();
   }
-  const at::Tensor counts_s = counts.empty() ? at::Tensor() : at::stack(counts).to(at::kCPU, at::kLong);  // one read for all
-  int64_t next_count = 0;
-  for (size_t i = 0; i < shards.size(); ++i) {
-    const bool holds_some = shards[i].is_saved && shards[i].begin < shards[i].end;
-    for (const NamedTensor& named : holds_some ? tensors_of(shards[i], states[i]) : std::vector<NamedTensor>()) {
-      const at::Tensor host = named.tensor.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true).contiguous();
-      kept->push_back(host);
-      saved.slices.push_back({.name = named.name,
-                              .dtype = dtype_name(dtype_of(host.scalar_type())),
-                              .global_shape = shards[i].global_shape,
-                              .start = start_of(shards[i], host),
-                              .shape = host.sizes().vec(),
-                              .data = host.const_data_ptr(),
-                              .bytes = host.nbytes()});
-    }
-    if (states[i] != nullptr) {
-      saved.update_counts.set(shards[i].name, counts_s.const_data_ptr<int64_t>()[next_count++]);
-    }
-  }
+  saved.slices = std::move(live.slices);
+  saved.update_counts = update_counts(shards, optimizer);
   saved.keep_alive = std::move(kept);
   return saved;
 }
@@ -173,33 +211,43 @@ void read_tensors(const CheckpointReader& checkpoint, std::vector<Shard>& shards
   }
 }
 
-CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features) {
+std::vector<int64_t> SnapshotTensors::bytes() const {
+  std::vector<int64_t> out;
+  for (const TensorSlice& slice : slices) {
+    out.push_back(static_cast<int64_t>(slice.bytes));
+  }
+  return out;
+}
+
+SnapshotTensors snapshot_tensors(const Session& session, AdamW& optimizer) {
+  SnapshotTensors found = shard_tensors(session.sharding->shards(), optimizer);
+  if (session.rank() == 0) {  // the same on every rank; the first one saves them
+    for (const auto& [name, tensor] : session.algorithm->buffers()) {
+      add_tensor(found, "buffers/" + name, tensor.sizes().vec(), {}, tensor);
+    }
+  }
+  return found;
+}
+
+CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features,
+                                  const std::shared_ptr<Staging>& staging) {
   CheckpointSaver::Request request;
   request.state = describe_run(session, progress, features);
-  SavedTensors saved = copy_to_host(session.sharding->shards(), optimizer);
-  request.tensors = std::move(saved.slices);
-  request.state.progress.set("update_counts", std::move(saved.update_counts));
-  // Buffers are the same on every rank; the first one saves them.
-  auto kept = std::make_shared<std::pair<std::shared_ptr<const void>, std::vector<at::Tensor>>>();
-  const bool is_first_rank = session.placement.comm == nullptr || session.placement.comm->rank() == 0;
-  for (const auto& [name, tensor] : is_first_rank ? session.algorithm->buffers() : std::map<std::string, at::Tensor>()) {
-    const at::Tensor host = tensor.contiguous();
-    kept->second.push_back(host);
-    request.tensors.push_back({.name = "buffers/" + name,
-                               .dtype = dtype_name(dtype_of(host.scalar_type())),
-                               .global_shape = host.sizes().vec(),
-                               .data = host.const_data_ptr(),
-                               .bytes = host.nbytes()});
-  }
+  request.state.progress.set("update_counts", update_counts(session.sharding->shards(), optimizer));
+  SnapshotTensors live = snapshot_tensors(session, optimizer);
+  request.tensors = std::move(live.slices);
+  request.source = staging;
   request.texts = {{.name = "recipe.toml", .text = request.state.recipe}, {.name = "draft_config.json", .text = request.state.draft_config}};
-  kept->first = std::move(saved.keep_alive);
-  request.keep_alive = std::move(kept);
+  staging->take(std::move(live.tensors));
   return request;
 }
 
 RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW& optimizer, const FeatureStore& features,
                     int64_t updates_total) {
   const RunState& saved = checkpoint.state();
+  if (saved.layout.sharding.empty()) {
+    log_info("{}", run_rule("A8", {{"folder", checkpoint.folder().string()}}).message);
+  }
   RunProgress progress{.update = saved.step, .updates_total = updates_total, .stream_position = saved.position, .epoch = saved.epoch};
   const Continuation continuation = compare_runs(saved, describe_run(session, progress, features));
   for (const std::string& warning : continuation.warnings) {

@@ -9,6 +9,7 @@
 #include "core/checkpoint/reader.hpp"
 #include "core/checkpoint/save.hpp"
 #include "core/train/session.hpp"
+#include "core/train/staging.hpp"
 
 namespace sf {
 
@@ -30,9 +31,18 @@ struct SavedTensors {
 /// The other way, however the run that saved was cut.
 void read_tensors(const CheckpointReader& checkpoint, std::vector<Shard>& shards, AdamW& optimizer);
 
-/// Host copies of weights, masters and moments (names "weights/N", "master/N", "exp_avg/N", "exp_avg_sq/N") with the run's state.
-/// On the CPU the copies are what keeps the next update from changing them.
-CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features);
+/// What this rank saves: weights, masters and moments (names "weights/N", "master/N", "exp_avg/N", "exp_avg_sq/N"), on rank 0 also what belongs to the draft
+/// and is not trained ("buffers/N"). The same names and sizes for all of a run; slices without data, tensors contiguous and where they live.
+struct SnapshotTensors {
+  std::vector<TensorSlice> slices;
+  std::vector<at::Tensor> tensors;
+  [[nodiscard]] std::vector<int64_t> bytes() const;
+};
+[[nodiscard]] SnapshotTensors snapshot_tensors(const Session& session, AdamW& optimizer);
+
+/// A save of the run as it stands, through the staging area, which has given back the save before.
+CheckpointSaver::Request snapshot(const Session& session, AdamW& optimizer, const RunProgress& progress, const FeatureStore& features,
+                                  const std::shared_ptr<Staging>& staging);
 
 /// Everything back, exactly. Throws Error(kCheckpoint) with both values when the run that was saved is another one.
 RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW& optimizer, const FeatureStore& features,

@@ -30,7 +30,8 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   for (const double denominator : window.denominators) {
     told.push_back(denominator > 0 ? 1 : 0);
   }
-  told.insert(told.end(), {around.wants_stop ? 1.0 : 0.0, static_cast<double>(window.samples), static_cast<double>(window.tokens)});
+  told.insert(told.end(), {around.wants_stop ? 1.0 : 0.0, static_cast<double>(window.samples), static_cast<double>(window.tokens),
+                            around.save_settled ? 1.0 : 0.0});
   const at::Tensor pooled = at::tensor(told, at::TensorOptions().dtype(at::kDouble)).to(placement_.device);
   const at::Tensor own_a = placement_.comm != nullptr ? pooled.slice(0, 0, a).clone() : pooled.slice(0, 0, a);
   if (placement_.comm != nullptr) {
@@ -67,6 +68,9 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   const at::Tensor norm = sharding_.gradient_norm(gradients);
   mark(StepMark::gradients_reduced);
   const at::Tensor total = pooled_a.sum().to(at::kFloat);
+  if (around.before_update) {
+    around.before_update();
+  }
   const at::Tensor updated = optimizer_.step(gradients, norm, total, learning_rate);
   mark(StepMark::updated);
   if (placement_.comm != nullptr && step.wants_details) {
@@ -82,7 +86,8 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
           .updated = values[3] != 0,
           .stop = values[4] > 0,
           .samples = static_cast<int64_t>(values[5]),
-          .tokens = static_cast<int64_t>(values[6])};
+          .tokens = static_cast<int64_t>(values[6]),
+          .saves_settled = static_cast<int64_t>(values[7])};
 }
 
 }  // namespace sf

@@ -30,6 +30,7 @@ struct StepResult {
   bool updated = false;     // false: no sample had weight, or a number was not finite; all state is as it was
   bool stop = false;        // some rank wants to stop
   int64_t samples = 0, tokens = 0;  // live ones of all ranks
+  int64_t saves_settled = 0;        // ranks that said save_settled
 };
 
 /// Where a window is, for whoever measures it. Forward and backward come once for each micro-step.
@@ -45,9 +46,11 @@ class Trainer {
     bool wants_stop = false;                    // this rank was asked to stop; StepResult::stop says whether some rank was
     /// The window that the next call will get, null while it is not ready: its first batch travels to the device while this window still computes.
     std::function<const Window*()> upcoming = {};
+    std::function<void()> before_update = {};   // called when all but the update is enqueued: a snapshot of what it changes may be under way
+    bool save_settled = false;                  // this rank has done its part of a save's stage; StepResult::saves_settled counts them
   };
 
-  /// Forward and backward of every micro-step, reduction, clipping, update. With ranks there is one all-reduce for denominators (and `wants_stop`) when the
+  /// Forward and backward of every micro-step, reduction, clipping, update. With ranks there is one all-reduce for denominators (and `wants_stop`, `save_settled`) when the
   /// window starts, and one for loss and metrics at its end when step.wants_details; otherwise `loss` is this rank's part.
   StepResult run(const Window& window, const StepInfo& step, double learning_rate, const Around& around);
   StepResult run(const Window& window, const StepInfo& step, double learning_rate) { return run(window, step, learning_rate, Around()); }

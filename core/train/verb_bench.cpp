@@ -334,19 +334,38 @@ Json end_to_end(const EngineContext& context, const BenchArguments& arguments, R
     return Json::object();  // rank 0 has the metrics
   }
   const auto run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");
-  std::vector<double> step_ms, wait_ms;
+  std::vector<double> step_ms, wait_ms, quiet_ms, beside_ms, stall_ms, held_ms, save_s;
+  int64_t save_bytes = 0;
   std::ifstream lines(run_folder / "metrics.jsonl");
   for (std::string text; std::getline(lines, text);) {
     const Json line = Json::parse(text, (run_folder / "metrics.jsonl").string());
     if (line.find("perf/optimizer_step_time_s") != nullptr && line.at("step").as_int() > arguments.warmup) {
       step_ms.push_back(line.at("perf/optimizer_step_time_s").as_double() * 1e3);
       wait_ms.push_back(line.at("perf/data_wait_time_s").as_double() * 1e3);
+      (line.find("perf/beside_save") != nullptr ? beside_ms : quiet_ms).push_back(step_ms.back());
+    }
+    if (const Json* save = line.find("save"); save != nullptr && line.at("step").as_int() < steps) {  // the last one is waited for by the end of the run
+      stall_ms.push_back(save->at("stall_s").as_double() * 1e3);
+      held_ms.push_back(save->at("device_wait_s").as_double() * 1e3);
+      save_s.push_back(save->at("seconds").as_double());
+      save_bytes = save->at("bytes").as_int();
     }
   }
   Json json = run_json(plan, workload, arguments);
   const Spread step = spread_of(step_ms);
   json.set("step_ms", to_json(step)).set("data_wait_ms", to_json(spread_of(wait_ms)));
   json.set("samples_per_second", static_cast<double>(shape.entries()) / step.median * 1e3);
+  if (!stall_ms.empty()) {
+    Json save = Json::object();
+    save.set("count", static_cast<int64_t>(stall_ms.size())).set("bytes", save_bytes);
+    save.set("stall_ms", to_json(spread_of(stall_ms))).set("device_wait_ms", to_json(spread_of(held_ms))).set("seconds", to_json(spread_of(save_s)));
+    for (const auto& [name, values] : {std::pair("step_ms_quiet", &quiet_ms), std::pair("step_ms_beside_save", &beside_ms)}) {
+      if (!values->empty()) {
+        save.set(name, to_json(spread_of(*values)));
+      }
+    }
+    json.set("save", std::move(save));
+  }
   json.set("run", summary);
   return json;
 }

@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#include <dlfcn.h>
+
 namespace sf::test {
 namespace fs = std::filesystem;
 
@@ -69,6 +71,39 @@ CheckpointSaver::Request SmallRun::request() const {
           .tensors = tensors(),
           .texts = {{"recipe.toml", "run_id = \"small\"\n"}},
           .keep_alive = nullptr};
+}
+
+AsyncPlugin::AsyncPlugin(int64_t threads, int64_t bandwidth) : values_{{"threads", threads}, {"bandwidth", bandwidth}} {
+  void* library = dlopen(SF_BUILD_DIR "/lib/sf/plugins/async_ckpt.so", RTLD_NOW | RTLD_LOCAL);  // never closed
+  if (library == nullptr) {
+    throw std::runtime_error(dlerror());
+  }
+  plugin_ = reinterpret_cast<const sf_plugin* (*)()>(dlsym(library, "sf_plugin_entry_v1"))();
+  options_.struct_size = sizeof options_;
+  options_.ctx = &values_;
+  options_.get_int = [](void* values, const char* name, int64_t* out) -> int32_t {
+    *out = static_cast<std::map<std::string, int64_t>*>(values)->at(name);
+    return SF_OK;
+  };
+  options_.report_effect = [](void*, const char*, int64_t) -> int32_t { return SF_OK; };
+  host_.struct_size = sizeof host_;
+  host_.log = [](void*, const sf_instance*, int32_t, const char*, int32_t, const char*) {};
+  sf_status status{};
+  status.struct_size = sizeof status;
+  if (plugin_->create(&host_, &options_, &instance_, &status) != SF_OK || plugin_->start(instance_, &status) != SF_OK) {
+    throw std::runtime_error(status.what);
+  }
+}
+
+AsyncPlugin::~AsyncPlugin() {
+  sf_status status{};
+  status.struct_size = sizeof status;
+  plugin_->stop(instance_, &status);
+  plugin_->destroy(instance_);
+}
+
+CheckpointWriter AsyncPlugin::writer() const {
+  return {static_cast<const sf_checkpoint_writer*>(plugin_->get_interface(instance_, SF_CHECKPOINT_WRITER)), instance_};
 }
 
 bool holds_its_step(const CheckpointReader& reader, int64_t rows) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -37,6 +38,23 @@ struct SmallRun {
   [[nodiscard]] std::vector<TensorSlice> tensors() const;
   [[nodiscard]] RunState state() const;
   [[nodiscard]] CheckpointSaver::Request request() const;
+};
+
+/// async_ckpt.so as the host has it: opened, created with these options and started; stopped and destroyed at the end.
+class AsyncPlugin {
+ public:
+  explicit AsyncPlugin(int64_t threads = 2, int64_t bandwidth = 0);
+  ~AsyncPlugin();
+  AsyncPlugin(const AsyncPlugin&) = delete;
+  AsyncPlugin& operator=(const AsyncPlugin&) = delete;
+  [[nodiscard]] CheckpointWriter writer() const;
+
+ private:
+  std::map<std::string, int64_t> values_;
+  sf_options options_{};
+  sf_host host_{};
+  const sf_plugin* plugin_ = nullptr;
+  sf_instance* instance_ = nullptr;
 };
 
 /// Whether a checkpoint holds exactly what SmallRun(its step, rows) saved.

@@ -299,6 +299,40 @@ TEST_CASE("checkpoint: a run that differs is not a continuation, and every diffe
   CHECK(compare_runs(now, saved).errors.size() == 1);
 }
 
+TEST_CASE("checkpoint: other ranks may share a window out in another way, as long as it is the same window") {
+  RunState saved = SmallRun(5).state();
+  saved.fixed["training.accumulation_steps"] = "3";
+  saved.layout = {.sharding = "fsdp2", .ranks = 1, .window = "12 samples"};
+  RunState now = saved;
+  now.layout.ranks = 2;
+  now.layout.sharding = "fsdp1";
+  now.fixed["training.batch_size"] = "2";
+  CHECK(compare_runs(saved, now).errors.empty());
+  CHECK(compare_runs(saved, now).warnings.empty());
+  now.layout.window = "6 samples";  // batch changed, and the window with it
+  CHECK(compare_runs(saved, now).errors.size() == 1);
+  now.fixed = saved.fixed;
+  now.layout.window = "24 samples";  // only more ranks: goes on, as another training, and says so
+  const Continuation grown = compare_runs(saved, now);
+  CHECK(grown.errors.empty());
+  REQUIRE(grown.warnings.size() == 1);
+  CHECK(grown.warnings[0].find("took 12 samples on 1 ranks, and takes 24 samples on 2 now") != std::string::npos);
+  now = saved;
+  now.fixed["training.batch_size"] = "12";  // the same ranks: a run is its recipe
+  CHECK(compare_runs(saved, now).errors.size() == 1);
+}
+
+TEST_CASE("rule A8: a checkpoint that does not say how it was laid out is read all the same") {
+  Json json = SmallRun(5).state().to_json();
+  REQUIRE(json.remove("layout"));
+  const RunState old = RunState::from_json(json, "state.json");
+  CHECK(old.layout.sharding.empty());
+  RunState now = old;
+  now.layout = {.sharding = "fsdp2", .ranks = 2, .window = "8 samples"};
+  CHECK(compare_runs(old, now).errors.empty());
+  CHECK(compare_runs(old, now).warnings.empty());
+}
+
 // Leaves a checkpoint behind for read_with_safetensors.py, which names the folder; nothing otherwise.
 TEST_CASE("checkpoint: written for another reader") {
   if (const char* folder = std::getenv("SF_CHECKPOINT_OUT")) {

@@ -57,8 +57,8 @@ TEST_CASE("retention: the newest stay, and the best one whatever its age") {
   TempFolder folder;
   save_steps(folder.path(), {10, 20, 30, 40, 50});
   REQUIRE(offer_best(folder.path(), scored(20, 2.5)));
-  CHECK(rotate_checkpoints(folder.path(), 0, 50).empty());
-  CHECK(rotate_checkpoints(folder.path(), 2, 50) == std::vector<int64_t>{30, 10});
+  CHECK(rotate_checkpoints(folder.path(), {}, 50).empty());
+  CHECK(rotate_checkpoints(folder.path(), {.newest = 2}, 50) == std::vector<int64_t>{30, 10});
   CHECK(steps_in(folder.path()) == std::vector<int64_t>{50, 40, 20});
   CHECK(test::names_in(folder.path()) ==
         std::vector<std::string>{"best.json", "latest", "step-00000020", "step-00000040", "step-00000050"});
@@ -67,8 +67,28 @@ TEST_CASE("retention: the newest stay, and the best one whatever its age") {
 TEST_CASE("retention: what was just saved stays even when its number is low") {
   TempFolder folder;
   save_steps(folder.path(), {30, 40, 10});
-  CHECK(rotate_checkpoints(folder.path(), 1, 10) == std::vector<int64_t>{30});
+  CHECK(rotate_checkpoints(folder.path(), {.newest = 1}, 10) == std::vector<int64_t>{30});
   CHECK(steps_in(folder.path()) == std::vector<int64_t>{40, 10});
+}
+
+TEST_CASE("retention: every k-th stays besides the newest") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20, 30, 40, 50});
+  CHECK(rotate_checkpoints(folder.path(), {.newest = 1, .every = 20}, 50) == std::vector<int64_t>{30, 10});
+  CHECK(steps_in(folder.path()) == std::vector<int64_t>{50, 40, 20});
+  CHECK(superfluous_steps({50, 40, 20}, {.newest = 0, .every = 7}, std::nullopt, std::nullopt).empty());
+}
+
+TEST_CASE("retention: the only whole checkpoint stays, and damaged ones count neither as whole nor for deletion") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20, 30});
+  for (const int64_t step : {20, 30}) {
+    fs::remove(folder.path() / step_folder_name(step) / "rank00000.safetensors");
+  }
+  CHECK(rotate_checkpoints(folder.path(), {.newest = 1}, 30).empty());
+  CHECK(steps_in(folder.path()) == std::vector<int64_t>{10});
+  CHECK(fs::exists(folder.path() / "step-00000020"));
+  CHECK(superfluous_steps({10}, {.newest = 1}, std::nullopt, std::nullopt).empty());
 }
 
 TEST_CASE("retention: best is the highest finite score of a step that exists") {
@@ -151,7 +171,7 @@ TEST_CASE("retention: a best.json that is damaged counts as none, and the next b
     atomic_write(folder.path() / "best.json", text);
     CHECK_FALSE(read_best(folder.path()).has_value());
     CHECK(open_checkpoint(folder.path(), "best")->index().step == 30);
-    CHECK(rotate_checkpoints(folder.path(), 2, 30) == std::vector<int64_t>{10});
+    CHECK(rotate_checkpoints(folder.path(), {.newest = 2}, 30) == std::vector<int64_t>{10});
     CHECK(offer_best(folder.path(), scored(20, 1.5)));
     CHECK(read_best(folder.path())->step == 20);
   }

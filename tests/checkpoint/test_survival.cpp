@@ -26,18 +26,23 @@ using test::TempFolder;
 namespace fs = std::filesystem;
 
 // Saves step after step, keeps two and offers each as best, until it is killed. Never returns.
-[[noreturn]] void save_forever(const fs::path& run_folder, int64_t first_step, int64_t rows) {
+[[noreturn]] void save_forever(const fs::path& run_folder, int64_t first_step, int64_t rows, bool beside) {
   try {
-    SyncWriter writer;
-    CheckpointSaver saver(run_folder, writer.writer());
+    SyncWriter sync;
+    std::unique_ptr<test::AsyncPlugin> async = beside ? std::make_unique<test::AsyncPlugin>() : nullptr;
+    CheckpointSaver saver(run_folder, beside ? async->writer() : sync.writer(), {}, beside);
     for (int64_t step = first_step;; ++step) {
-      const SmallRun run(step, rows);
-      saver.start(run.request());
-      BestRecord record;
-      record.step = step;
-      record.score = static_cast<double>(step % 5);
-      offer_best(run_folder, record);
-      rotate_checkpoints(run_folder, 2, step);
+      auto run = std::make_shared<SmallRun>(step, rows);
+      CheckpointSaver::Request request = run->request();
+      request.keep_alive = run;
+      request.after_commit = [run_folder, step] {
+        BestRecord record;
+        record.step = step;
+        record.score = static_cast<double>(step % 5);
+        offer_best(run_folder, record);
+        (void)rotate_checkpoints(run_folder, {.newest = 2}, step);
+      };
+      saver.start(std::move(request));
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "child: %s\n", error.what());
@@ -49,59 +54,68 @@ TEST_CASE(
     "checkpoint: killed at any moment, the newest committed step is whole and never older than the last one "
     "seen") {
   constexpr int64_t kRows = 20000;  // 360 KB: long enough to be killed within
-  TempFolder folder;
-  std::mt19937 random(11);
-  std::uniform_int_distribution<int> delay_ms(3, 90);
-  int64_t newest = 0;
-  int kills_within_a_save = 0;
-  // Ten kills at least, and on a slow machine as many as it takes to have met enough saves.
-  const auto has_shown_enough = [&] { return newest > 10 && kills_within_a_save > 3; };
-  for (int kill_number = 0; kill_number < 10 || (kill_number < 100 && !has_shown_enough()); ++kill_number) {
-    const pid_t child = fork();
-    REQUIRE(child >= 0);
-    if (child == 0) {
-      save_forever(folder.path(), newest + 1, kRows);
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms(random)));
-    REQUIRE(kill(child, SIGKILL) == 0);
-    int status = 0;
-    REQUIRE(waitpid(child, &status, 0) == child);
-    REQUIRE(WIFSIGNALED(status));  // it had not failed by itself
+  for (const bool beside : {false, true}) {
+    CAPTURE(beside);
+    TempFolder folder;
+    std::mt19937 random(11);
+    std::uniform_int_distribution<int> delay_ms(3, 90);
+    int64_t newest = 0;
+    int kills_within_a_save = 0;
+    // Ten kills at least, and on a slow machine as many as it takes to have met enough saves.
+    const auto has_shown_enough = [&] { return newest > 10 && kills_within_a_save > 3; };
+    for (int kill_number = 0; kill_number < 10 || (kill_number < 100 && !has_shown_enough()); ++kill_number) {
+      const pid_t child = fork();
+      REQUIRE(child >= 0);
+      if (child == 0) {
+        save_forever(folder.path(), newest + 1, kRows, beside);
+      }
+      std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms(random)));
+      REQUIRE(kill(child, SIGKILL) == 0);
+      int status = 0;
+      REQUIRE(waitpid(child, &status, 0) == child);
+      REQUIRE(WIFSIGNALED(status));  // it had not failed by itself
 
-    for (const FoundCheckpoint& found :
-         list_checkpoints(folder.path(), CheckpointReader::Verify::checksums)) {
-      CAPTURE(found.folder.string());
-      CAPTURE(found.why);
-      CHECK(found.state != FoundCheckpoint::State::damaged);
-      kills_within_a_save += found.state == FoundCheckpoint::State::unfinished ? 1 : 0;
+      for (const FoundCheckpoint& found :
+           list_checkpoints(folder.path(), CheckpointReader::Verify::checksums)) {
+        CAPTURE(found.folder.string());
+        CAPTURE(found.why);
+        CHECK(found.state != FoundCheckpoint::State::damaged);
+        kills_within_a_save += found.state == FoundCheckpoint::State::unfinished ? 1 : 0;
+      }
+      const std::optional<CheckpointReader> reader = open_checkpoint(folder.path(), "auto");
+      if (newest > 0) {
+        REQUIRE(reader.has_value());
+      }
+      if (reader) {
+        CHECK(reader->index().step >= newest);
+        CHECK(test::holds_its_step(*reader, kRows));
+        newest = reader->index().step;
+      }
+      CHECK_NOTHROW((void)read_best(folder.path()));
     }
-    const std::optional<CheckpointReader> reader = open_checkpoint(folder.path(), "auto");
-    if (newest > 0) {
-      REQUIRE(reader.has_value());
-    }
-    if (reader) {
-      CHECK(reader->index().step >= newest);
-      CHECK(test::holds_its_step(*reader, kRows));
-      newest = reader->index().step;
-    }
-    CHECK_NOTHROW((void)read_best(folder.path()));
+    CHECK(has_shown_enough());  // else the kills came at harmless moments and this test shows nothing
   }
-  CHECK(has_shown_enough());  // else the kills came at harmless moments and this test shows nothing
 }
 
 // In a child: saves step 1, then a larger step 2 with no room for it, then a small step 3. 0 when step 2
 // failed as it should.
-int save_without_room(const fs::path& run_folder) {
+int save_without_room(const fs::path& run_folder, bool beside) {
   std::signal(SIGXFSZ, SIG_IGN);
-  SyncWriter writer;
-  CheckpointSaver saver(run_folder, writer.writer());
+  SyncWriter sync;
+  std::unique_ptr<test::AsyncPlugin> async = beside ? std::make_unique<test::AsyncPlugin>() : nullptr;
+  CheckpointSaver saver(run_folder, beside ? async->writer() : sync.writer(), {}, beside);
   const SmallRun first(1, 100), second(2, 20000), third(3, 100);
   saver.start(first.request());
+  (void)saver.wait();
   const rlimit limit{.rlim_cur = 100000,
                      .rlim_max = 100000};  // stands for the disk: a write fails in the middle of a file
   setrlimit(RLIMIT_FSIZE, &limit);
-  const std::string message = checkpoint_error([&] { saver.start(second.request()); });
+  const std::string message = checkpoint_error([&] {
+    saver.start(second.request());
+    (void)saver.wait();
+  });
   saver.start(third.request());  // the saver is still good for smaller things
+  (void)saver.wait();
   for (const char* expected : {"saving step 2", "rank00000.safetensors", "free some space"}) {
     if (message.find(expected) == std::string::npos) {
       std::fprintf(stderr, "child: no '%s' in: %s\n", expected, message.c_str());
@@ -113,26 +127,63 @@ int save_without_room(const fs::path& run_folder) {
 
 TEST_CASE(
     "checkpoint: a disk that is full in the middle of a save is an error, and the step before is untouched") {
-  TempFolder folder;
-  const pid_t child = fork();
-  REQUIRE(child >= 0);
-  if (child == 0) {
-    int code = 1;
-    try {
-      code = save_without_room(folder.path());
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "child: %s\n", error.what());
+  for (const bool beside : {false, true}) {
+    CAPTURE(beside);
+    TempFolder folder;
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+      int code = 1;
+      try {
+        code = save_without_room(folder.path(), beside);
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "child: %s\n", error.what());
+      }
+      _exit(code);
     }
-    _exit(code);
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    REQUIRE(WIFEXITED(status));
+    CHECK(WEXITSTATUS(status) == 0);
+    CHECK(test::names_in(folder.path()) ==
+          std::vector<std::string>{"latest", "step-00000001", "step-00000003"});  // no torn step 2
+    CHECK(test::holds_its_step(*open_checkpoint(folder.path(), folder.path() / "step-00000001"), 100));
+    CHECK(test::holds_its_step(*open_checkpoint(folder.path(), "auto"), 100));
   }
-  int status = 0;
-  REQUIRE(waitpid(child, &status, 0) == child);
-  REQUIRE(WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
-  CHECK(test::names_in(folder.path()) ==
-        std::vector<std::string>{"latest", "step-00000001", "step-00000003"});  // no torn step 2
-  CHECK(test::holds_its_step(*open_checkpoint(folder.path(), folder.path() / "step-00000001"), 100));
-  CHECK(test::holds_its_step(*open_checkpoint(folder.path(), "auto"), 100));
+}
+
+TEST_CASE("checkpoint: a folder that may only be read is an error of the checkpoint, for either writer") {
+  for (const bool beside : {false, true}) {
+    CAPTURE(beside);
+    TempFolder folder;
+    const fs::path run_folder = folder.path() / "run";
+    fs::create_directories(run_folder);
+    fs::permissions(folder.path(), fs::perms(0755));
+    fs::permissions(run_folder, fs::perms(0555));
+    const pid_t child = fork();
+    REQUIRE(child >= 0);
+    if (child == 0) {
+      if (geteuid() == 0 && seteuid(65534) != 0) {  // root may write everywhere
+        _exit(3);
+      }
+      SyncWriter sync;
+      std::unique_ptr<test::AsyncPlugin> async = beside ? std::make_unique<test::AsyncPlugin>() : nullptr;
+      CheckpointSaver saver(run_folder, beside ? async->writer() : sync.writer(), {}, beside);
+      const SmallRun run(1);
+      const std::string message = checkpoint_error([&] {
+        saver.start(run.request());
+        (void)saver.wait();
+      });
+      const bool is_told = message.find("saving step 1") != std::string::npos && message.find("Permission denied") != std::string::npos &&
+                           message.find("check the permissions") != std::string::npos;
+      std::fprintf(stderr, "%s", is_told ? "" : ("child: " + message + "\n").c_str());
+      _exit(is_told ? 0 : 2);
+    }
+    int status = 0;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    CHECK((WIFEXITED(status) && WEXITSTATUS(status) == 0));
+    fs::permissions(run_folder, fs::perms(0755));
+  }
 }
 
 TEST_CASE("checkpoint: a save that can't fit is refused before anything is written") {

@@ -180,8 +180,8 @@ def a_run_that_was_stopped_equals_one_that_was_not():
         assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), process.returncode
         assert cut.steps(), "something was saved"
         assert cut.steps()[-1] < 30, "it was stopped before its end"
-        cut.host("train", code=2)  # a run that exists is not overwritten
-        cut.host("train", "--resume", "auto")
+        cut.host("train", "--resume", "none", code=2)  # a run that exists is not overwritten
+        cut.host("train")
         assert cut.weights(30) == whole.weights(30), f"weights, masters and moments are the same bits after {how.name}"
         assert cut.losses() == whole.losses(), f"every loss is the same after {how.name}"
         shutil.rmtree(cut.path)

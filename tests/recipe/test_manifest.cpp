@@ -22,6 +22,12 @@ const std::string kHead =
 
 }  // namespace
 
+TEST_CASE("manifest: a rule of the phase run has texts and no condition that is judged beforehand") {
+  CHECK(problems_of(kHead + "[[rules]]\nid = \"fp8/late\"\nphase = \"run\"\nmessage = \"m\"\nfix = \"f\"\n").empty());
+  CHECK(problems_of(kHead + "[[rules]]\nid = \"fp8/late\"\nphase = \"later\"\nmessage = \"m\"\nfix = \"f\"\n").find("only \"run\" is known") != std::string::npos);
+  CHECK(problems_of(kHead + "[[rules]]\nid = \"fp8/late\"\nphase = \"run\"\nwarn = true\nmessage = \"m\"\nfix = \"f\"\n").find("exactly one of") != std::string::npos);
+}
+
 TEST_CASE("manifest: the host's own is well formed and every option has help") {
   const Manifest& host = host_manifest();
   CHECK(host.options.size() > 40);

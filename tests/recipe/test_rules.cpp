@@ -250,3 +250,31 @@ TEST_CASE("claims: an option for a plugin of the stack that none of them acts on
   CHECK(said("training.reduce_dtype=float32", {}).find("fix:  leave the key out") != std::string::npos);
   CHECK(said("training.seed=1", {"training.seed"}).find("plugin/bad-manifest") != std::string::npos);
 }
+
+TEST_CASE("rules: what is met while a run goes on reads so") {
+  struct Row {
+    const char* id;
+    std::map<std::string, std::string> values;
+    const char* message;
+    const char* fix;
+  };
+  const Row rows[] = {
+      {"A2", {{"step", "20"}, {"pending", "10"}, {"seconds", "3 s"}},
+       "step 20 is to be saved while step 10 is still being written: that one was finished first, which took 3 s",
+       "a longer training.save_interval, a faster disk, or more threads or bandwidth for the writer"},
+      {"A3", {{"step", "20"}, {"rank", "1"}, {"reason", "writing {x}: No space left on device"}},
+       "saving step 20: rank 1: writing {x}: No space left on device",
+       "see to that rank's disk; the last complete checkpoint is untouched, and a run goes on from there"},
+      {"A5", {{"step", "20"}, {"metric", "acceptance length"}, {"score", "3.110"}}, "best so far: step 20 with acceptance length 3.110",
+       "nothing to do; sf-host export takes it"},
+      {"A8", {{"folder", "runs/a/step-00000020"}},
+       "runs/a/step-00000020 does not say which sharding backend and how many ranks wrote it; it is read by its slices, like any other",
+       "nothing to do; the next checkpoint has it"},
+  };
+  for (const Row& row : rows) {
+    const RunRule rule = run_rule(row.id, row.values);
+    CHECK(rule.message == row.message);
+    CHECK(rule.fix == row.fix);
+    CHECK(!rule.why.empty());
+  }
+}

@@ -83,6 +83,38 @@ TEST_CASE(
   CHECK(count >= 3);
 }
 
+TEST_CASE("rules: [A1] a writer that works beside training goes with every sharding backend that we ship") {
+  for (const std::string backend : {"single", "fsdp1", "fsdp2"}) {
+    Diagnostics problems;
+    std::vector<Manifest> stack;
+    Schema schema;
+    schema.add(host_manifest(), problems);
+    for (const std::string& plugin : {"sharding/" + backend, std::string("checkpoint/async_ckpt")}) {
+      auto manifest = parse_manifest(read_file(repository() / "plugins" / plugin / "plugin.toml"), plugin, problems);
+      REQUIRE_MESSAGE(manifest, problems.text());
+      schema.add(*manifest, problems);
+      stack.push_back(std::move(*manifest));
+    }
+    CHECK(stack[1].provides == std::vector<std::string>{"async-commit"});
+    RawValues raw;
+    apply_overrides({"model.target_model_path=/target", "algorithm.name=x", "backend.sharding=" + backend, "backend.checkpoint=async_ckpt",
+                     "plugin.async_ckpt.threads=4", "plugin.async_ckpt.bandwidth=1GB", "checkpoint.staging_bytes=1GiB"},
+                    raw, problems);
+    PlanValues values = schema.resolve(raw, {}, false, problems);
+    std::set<std::string> provided = {"async-commit"};
+    provided.insert(stack[0].provides.begin(), stack[0].provides.end());
+    const std::set<std::string> names = {backend, "async_ckpt"};
+    std::vector<std::string> undecided;
+    stack.push_back(host_manifest());
+    for (const Manifest& manifest : stack) {
+      check_rules(manifest.rules, {values, {{"fact.world_size", int64_t{1}}}, provided, names}, problems, undecided);
+    }
+    check_capabilities(stack, problems);
+    CHECK_MESSAGE(problems.all().empty(), problems.text());
+    CHECK(value_as<int64_t>(values.at("plugin.async_ckpt.bandwidth").value, "bandwidth") == 1000000000);
+  }
+}
+
 TEST_CASE("rules: dflash2 warns about options that its objective does not use") {
   const char* kDflash = "algorithm/dflash2";
   CHECK(ids_of(kDflash, {}).empty());

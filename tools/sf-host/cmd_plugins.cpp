@@ -96,7 +96,7 @@ std::string detail_text(const PluginFile& file) {
       out += "rules\n";
       for (const Rule& rule : manifest.rules) {
         out += format("  {}  {}: {}\n      fix: {}\n", rule.id,
-                      rule.action == RuleAction::warn ? "warning" : "error", rule.message, rule.fix);
+                      rule.action == RuleAction::warn ? "warning" : rule.action == RuleAction::at_run ? "while running" : "error", rule.message, rule.fix);
       }
     }
   }

@@ -35,8 +35,9 @@ ExitCode run_train(const Command& command) {
   if (!session.open(true)) {
     return session.code();
   }
-  Json summary =
-      session.engine().train(session.context(), {.resume = command.resume, .init_from = command.init_from});
+  // A run that has checkpoints goes on unless it is told otherwise; one that starts from weights is a new run.
+  const std::string resume = command.resume == "none" ? "" : !command.resume.empty() ? command.resume : command.init_from.empty() ? "auto" : "";
+  Json summary = session.engine().train(session.context(), {.resume = resume, .init_from = command.init_from});
   if (command.json && world.is_lead()) {
     std::puts(summary.dump(2).c_str());
   }

@@ -33,6 +33,8 @@ struct Command {
   std::string mode = "step";              // bench: step, run
   std::int64_t warmup = 3, steps = 6, repeats = 3, samples = 0;  // bench
   bool variable_mask = false, variable_length = false;           // bench
+  std::int64_t keep = 0, keep_every = 0;  // checkpoints prune
+  bool damaged = false, dry_run = false;  // checkpoints prune
   bool json = false;
   bool markdown = false;  // schema
   int verbosity = 0;      // -v debug, -vv trace
@@ -58,5 +60,6 @@ ExitCode run_export(const Command& command);
 ExitCode run_schema(const Command& command);
 ExitCode run_doctor(const Command& command);
 ExitCode run_bench(const Command& command);
+ExitCode run_checkpoints(const Command& command);
 
 }  // namespace sf

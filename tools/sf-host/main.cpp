@@ -73,7 +73,7 @@ struct Verb {
   bool takes_recipe;
 };
 
-constexpr std::array<Verb, 10> kVerbs = {{
+constexpr std::array<Verb, 11> kVerbs = {{
     {"train", "RECIPE", "train a draft as the recipe says", run_train, true},
     {"plan", "RECIPE", "print what a run would do: stack, values with origin, sizes; start nothing", run_plan,
      true},
@@ -84,6 +84,8 @@ constexpr std::array<Verb, 10> kVerbs = {{
     {"export", "RECIPE", "write a checkpoint as the folder that serving engines load", run_export, true},
     {"bench", "RECIPE | matrix RECIPE | summarize FILE...",
      "time the recipe's run on random data; matrix: variants in turn; summarize: results as a table", run_bench, true},
+    {"checkpoints", "list | inspect | verify | diff | prune  RUN | CHECKPOINT...",
+     "what a run has on disk: all of it, one in detail, every byte checked, two compared, old ones deleted; a recipe stands for its run", run_checkpoints, false},
     {"plugins", "[NAME]", "list installed plugins, or all about one; open nothing", run_plugins, false},
     {"schema", "", "all options as a JSON schema, or as Markdown", run_schema, false},
     {"doctor", "[RECIPE] | data RECIPE | features RECIPE | target RECIPE | vocabulary RECIPE",
@@ -129,10 +131,11 @@ po::options_description flags_of(const Verb& verb, Command& command) {
         "machine of node 0 and a free port there; on one machine a free one is taken");
   }
   if (name == "train") {
-    add("resume", po::value(&command.resume)->value_name("FOLDER|auto"),
-        "go on from a checkpoint; auto: from the newest complete one, or start");
+    add("resume", po::value(&command.resume)->value_name("auto|best|none|FOLDER"),
+        "auto (the default): go on from the run's newest complete checkpoint, or start; best or a folder: from that one; none: start, "
+        "and refuse a run that has checkpoints");
     add("init-from", po::value(&command.init_from)->value_name("FOLDER"),
-        "start from the weights of a checkpoint or export");
+        "start a new run from the weights of a checkpoint or export");
   }
   if (name == "prepare") {
     add("workers", po::value(&command.workers)->value_name("N"), "processes that render and tokenize (default: one for each processor)");
@@ -172,6 +175,13 @@ po::options_description flags_of(const Verb& verb, Command& command) {
   if (name == "doctor") {
     add("samples", po::value(&command.samples)->value_name("N"), "data: records to show of each file (6)");
     add("output", po::value(&command.output)->value_name("FILE"), "data: the same as an HTML page");
+  }
+  if (name == "checkpoints") {
+    add("set", po::value(&command.overrides)->value_name("KEY=VALUE")->composing(), "override a key of the recipe that stands for a run");
+    add("keep", po::value(&command.keep)->value_name("N"), "prune: so many of the newest complete ones stay; the best one always does");
+    add("keep-every", po::value(&command.keep_every)->value_name("STEPS"), "prune: and those whose step is a multiple of this");
+    add("damaged", po::bool_switch(&command.damaged), "prune: damaged and unfinished ones go, too, when a complete one is there");
+    add("dry-run", po::bool_switch(&command.dry_run), "prune: only say what would go");
   }
   if (name == "schema") {
     add("markdown", po::bool_switch(&command.markdown), "Markdown tables instead");
@@ -262,7 +272,7 @@ ExitCode dispatch(int argc, char** argv) {
   if (values["verbose"].as<bool>()) {
     set_log_level(Level::kDebug);
   }
-  if (command.positional.size() > 1 && command.verb != "bench" && command.verb != "doctor") {
+  if (command.positional.size() > 1 && command.verb != "bench" && command.verb != "doctor" && command.verb != "checkpoints") {
     refuse_usage(format("{} takes one argument, found \"{}\" and \"{}\"", verb->name, command.positional[0],
                         command.positional[1]),
                  format("usage: sf-host {} {}", verb->name, verb->arguments));

@@ -154,7 +154,7 @@ bool RunSession::plan(bool will_run) {
   }
   Diagnostics unused;
   for (const StackMember& member : resolution_->stack.members) {
-    if (member.file != nullptr && member.slot != "algorithm" && member.slot != "sharding" && member.slot != "tracker") {
+    if (member.file != nullptr && member.slot != "algorithm" && member.slot != "sharding" && member.slot != "checkpoint" && member.slot != "tracker") {
       unused.error(
           {.id = "plugin/no-place",
            .message = format("the engine of this version has no place for plugins of kind {} yet: \"{}\"",
