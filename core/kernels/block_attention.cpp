@@ -8,6 +8,7 @@
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
 #include "core/kernels/shape_check.hpp"
+#include "core/kernels/slow_paths.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -333,8 +334,8 @@ bool runs_on_kernels(const BlockAttention& attention) {
     return false;
   }
   const int64_t e = attention.query_bqne.size(3);
-  if (attention.query_bqne.scalar_type() != at::kBFloat16 || (e != 64 && e != 128)) {
-    note_slow_path("block_attention", "its kernel takes bfloat16 and head sizes of 64 and 128");
+  if (const char* why = slow_attention(attention.query_bqne.scalar_type() == at::kBFloat16, e)) {
+    note_slow_path("block_attention", why);
     return false;
   }
   constexpr int64_t kOffsetsMost = int64_t{1} << 31;  // a sample's offsets are 32 bits wide

@@ -18,27 +18,26 @@ namespace {
 void* library = nullptr;
 const cuda::Launchers* launchers = nullptr;
 
+}  // namespace
+
 // Beside this library (libsf_engine.so), or where a test binary finds it from bin/.
-std::filesystem::path library_path() {
+std::filesystem::path engine_library(const char* name) {
   Dl_info info{};
   std::filesystem::path folder;
   if (dladdr(reinterpret_cast<void*>(&open_engine_cuda), &info) != 0 && info.dli_fname != nullptr) {
     std::error_code ignored;
     folder = std::filesystem::canonical(info.dli_fname, ignored).parent_path();
   }
-  const char* name = "libsf_engine_cuda.so";
   if (std::filesystem::exists(folder / name)) {
     return folder / name;
   }
   return folder.parent_path() / "lib" / "sf" / name;
 }
 
-}  // namespace
-
 void open_engine_cuda() {
   static std::once_flag once;
   std::call_once(once, [] {
-    const std::string path = library_path().string();
+    const std::string path = engine_library("libsf_engine_cuda.so").string();
     library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) {
       throw Error(ExitCode::kDevice, std::string("the GPU part of the engine can't be opened: ") + dlerror(),

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <filesystem>
 #include <initializer_list>
 
 #include "core/kernels/cuda/launchers.hpp"
@@ -12,6 +13,9 @@ namespace sf {
 /// Opens libsf_engine_cuda.so, which lies beside the library or in ../lib/sf of the program that holds this code; once. Needs CUDA's libraries. A build without
 /// nvcc is warned about: its operations are compositions of LibTorch's own. Throws Error(kDevice) when the library can't be opened.
 void open_engine_cuda();
+
+/// Where a library of the engine lies: beside the one that holds this code, or in ../lib/sf of the program that does.
+[[nodiscard]] std::filesystem::path engine_library(const char* name);
 
 /// What dlopen gave, null before open_engine_cuda.
 [[nodiscard]] void* engine_cuda_handle();

@@ -3,6 +3,7 @@
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
 #include "core/kernels/shape_check.hpp"
+#include "core/kernels/slow_paths.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -36,14 +37,12 @@ struct Convolution {
   }
 };
 
-// A group's channels lie in the registers of at most a warp, 16 bytes a lane, and its lanes are a power of two.
 bool runs_on_kernels(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& base) {
   if (!has_kernels({x, delta, base})) {
     return false;
   }
-  const int64_t size = x.size(2) / delta.size(3), most = 128;
-  if (base.size(0) > cuda::kConvolutionTaps || (size & (size - 1)) != 0 || size > most) {
-    note_slow_path("grouped_convolution", "its kernel takes up to 4 taps and groups of 1, 2, 4 .. 128 channels");
+  if (const char* why = slow_grouped_convolution(base.size(0), x.size(2) / delta.size(3))) {
+    note_slow_path("grouped_convolution", why);
     return false;
   }
   return true;

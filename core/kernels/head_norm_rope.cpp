@@ -4,6 +4,7 @@
 #include "core/kernels/cuda_library.hpp"
 #include "core/kernels/rms_norm.hpp"
 #include "core/kernels/shape_check.hpp"
+#include "core/kernels/slow_paths.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -32,15 +33,13 @@ at::Tensor rotate(const at::Tensor& x, const at::Tensor& cos_bqf, const at::Tens
   return out;
 }
 
-constexpr int64_t kHeadMost = 256, kPairsMost = 128;  // elements of a head in a warp's registers
-
 bool runs_on_kernels(const at::Tensor& x, const at::Tensor& weight_e, const at::Tensor& cos_bqf) {
   const int64_t e = x.size(3), f = cos_bqf.size(-1);
   if (!has_kernels({x, weight_e}) || !has_kernels({cos_bqf}) || cos_bqf.scalar_type() != at::kFloat) {
     return false;
   }
-  if (e % 2 != 0 || f % 2 != 0 || e > kHeadMost || f > kPairsMost) {
-    note_slow_path("head_norm_rope", "its kernel takes even head sizes up to 256");
+  if (const char* why = slow_head_norm_rope(e, f)) {
+    note_slow_path("head_norm_rope", why);
     return false;
   }
   return true;

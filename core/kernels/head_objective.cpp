@@ -12,6 +12,7 @@
 #include "core/kernels/lookup.hpp"
 #include "core/kernels/row_statistics.hpp"
 #include "core/kernels/shape_check.hpp"
+#include "core/kernels/slow_paths.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -35,8 +36,8 @@ bool runs_on_kernels(const HeadObjective& objective) {
   if (!has_kernels({objective.hidden_rh, objective.head_vh})) {
     return false;
   }
-  if (objective.top_k > cuda::kHeadCandidates) {
-    note_slow_path("head_objective", "its kernel finds up to 32 candidates");
+  if (const char* why = slow_head_objective(objective.top_k)) {
+    note_slow_path("head_objective", why);
     return false;
   }
   return true;

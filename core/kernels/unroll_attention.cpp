@@ -12,6 +12,7 @@
 #include "core/kernels/cuda_library.hpp"
 #include "core/kernels/products.hpp"
 #include "core/kernels/shape_check.hpp"
+#include "core/kernels/slow_paths.hpp"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -213,8 +214,8 @@ bool runs_on_kernels(const at::Tensor& query, const at::Tensor& key, const at::T
       }
     }
   }
-  if (query.scalar_type() != at::kBFloat16 || (query.size(3) != 64 && query.size(3) != 128)) {
-    note_slow_path("unroll_attention", "its kernel takes bfloat16 and head sizes of 64 and 128");
+  if (const char* why = slow_attention(query.scalar_type() == at::kBFloat16, query.size(3))) {
+    note_slow_path("unroll_attention", why);
     return false;
   }
   return query.numel() / query.size(0) < int64_t{1} << 31;

@@ -34,6 +34,9 @@ class EngineLibrary final : public Engine {
   std::vector<SizeLine> sizes(const EngineContext& context) override {
     return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan)), &sharding_of(context)); });
   }
+  std::vector<std::string> slow_paths(const EngineContext& context) override {
+    return guarded(context, [&] { return sf::slow_paths(*context.plan, algorithm_of(context).describe(model_facts(*context.plan))); });
+  }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
     return on_ranks(context, [&](Ranks& ranks) { return sf::train(context, arguments, ranks); });
   }

@@ -89,6 +89,8 @@ class Engine {
   virtual const void* service(std::string_view id) = 0;
   /// Sizes from the algorithm's parameter list; needs a created algorithm, no device and no weights.
   virtual std::vector<SizeLine> sizes(const EngineContext&) = 0;
+  /// Operations without a kernel for the recipe's shapes and types, one line each; as sizes().
+  virtual std::vector<std::string> slow_paths(const EngineContext&) = 0;
   /// Each verb returns a summary for --json; readable lines go to the log. A stop request ends train and capture after the current window or
   /// batch with everything saved and "interrupted": true in the summary.
   virtual Json train(const EngineContext&, const TrainArguments&) = 0;

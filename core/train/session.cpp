@@ -22,6 +22,7 @@
 #include "core/plan/plan.hpp"
 #include "core/train/initialize.hpp"
 #include "core/train/ranks.hpp"
+#include "core/train/verbs.hpp"
 #include "core/train/workload.hpp"
 
 namespace sf {
@@ -64,6 +65,18 @@ void copy_target_embedding(Session& session) {
       }
     }
   }
+}
+
+// Each padded length twice, as the first block's input wants no gradient and the others' do, and some to spare (rule K3).
+int64_t shapes_at_most(const BatchShape& shape) { return 2 * std::max<int64_t>(1, static_cast<int64_t>(shape.lengths().size())) + 4; }
+
+void tell_about_capture(const Session& session) {
+  const int64_t blocks = session.runner->captured_units();
+  if (blocks == 0) {
+    throw Error(ExitCode::kUsage, "[K4] training.compile_blocks = true, but the draft has no block of its own: all its units are in the group root",
+                "training.compile_blocks = false");
+  }
+  log_info("in effect: training.compile_blocks = true ({} blocks); the second micro-step of each shape is recorded", blocks);
 }
 
 }  // namespace
@@ -162,6 +175,13 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
 
   session->placement.device = open_device(plan.get<std::string>("device"), context.world);
   session->batch_shape.is_pinned = session->placement.device.is_cuda();
+  if (ranks != nullptr) {
+    require_memory(plan, session->description, session->sharding, available_memory(session->placement.device),
+                   session->placement.device.is_cpu() ? context.world.local_size : 1);
+    if (plan.get<bool>("training.compile_blocks")) {
+      session->recorder = open_graph_recorder(session->placement.device);
+    }
+  }
   if (ranks != nullptr && ranks->group != nullptr) {
     ranks->comm = open_comm(*ranks->group, session->placement.device);
     session->ranks = ranks->group.get();
@@ -198,7 +218,12 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
       std::move(units), session->description.units, *session->sharding, *session->ops, session->placement,
       TapeRunner::Options{
           .gradient_dtype = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat,
-          .recompute = plan.get<std::vector<std::string>>("training.recompute")});
+          .recompute = plan.get<std::vector<std::string>>("training.recompute"),
+          .recorder = session->recorder.get(),
+          .capture = {.shapes_at_most = shapes_at_most(session->batch_shape), .static_shapes = session->batch_shape.is_static}});
+  if (session->recorder != nullptr) {
+    tell_about_capture(*session);
+  }
   if (context.check_effects) {
     context.check_effects();
   }

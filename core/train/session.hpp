@@ -51,6 +51,7 @@ struct Session {
   TargetTables tables;
   std::unique_ptr<NamedAlgorithm> algorithm_calls;   // what `algorithm` and `sharding` point to: the plugins, with their names on what they throw
   std::unique_ptr<NamedSharding> sharding_calls;
+  std::unique_ptr<GraphRecorder> recorder;   // of training.compile_blocks; outlives the runner
   std::unique_ptr<TapeRunner> runner;
   std::string target_fingerprint;
   std::filesystem::path run_folder;     // output_dir / run_id

@@ -32,7 +32,10 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   }
   told.insert(told.end(), {around.wants_stop ? 1.0 : 0.0, static_cast<double>(window.samples), static_cast<double>(window.tokens),
                             around.save_settled ? 1.0 : 0.0});
-  const at::Tensor pooled = at::tensor(told, at::TensorOptions().dtype(at::kDouble)).to(placement_.device);
+  at::Tensor pooled = at::tensor(told, at::TensorOptions().dtype(at::kDouble));
+  if (placement_.device.is_cuda()) {
+    pooled = pooled.pin_memory().to(placement_.device, /*non_blocking=*/true);  // from pageable memory the host would wait
+  }
   const at::Tensor own_a = placement_.comm != nullptr ? pooled.slice(0, 0, a).clone() : pooled.slice(0, 0, a);
   if (placement_.comm != nullptr) {
     placement_.comm->all_reduce(pooled, Reduction::sum, "denominators")->wait();

@@ -27,6 +27,9 @@ bool matches(const std::string& pattern, const std::string& name) {
     throw;
   } catch (const Error& error) {
     throw error.within(where);
+  } catch (const c10::OutOfMemoryError& error) {
+    throw Error(ExitCode::kDevice, where + ": " + error.what_without_backtrace(),
+                "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
   } catch (const c10::Error& error) {
     throw Error(ExitCode::kInternal, where + ": " + error.what_without_backtrace());
   } catch (const std::exception& error) {
@@ -38,11 +41,16 @@ bool is_differentiable(const at::Tensor& tensor) { return tensor.defined() && te
 
 }  // namespace
 
+bool names_unit(const std::vector<std::string>& patterns, const std::string& name) {
+  return std::any_of(patterns.begin(), patterns.end(), [&](const std::string& pattern) { return matches(pattern, name); });
+}
+
 struct TapeRunner::UnitState {
   Unit* unit = nullptr;
   const UnitSpec* spec = nullptr;
   int64_t index = 0;
   bool recompute = false;
+  bool captured = false;
   std::map<std::string, int64_t, std::less<>> by_name;
   std::vector<at::Tensor> leaves;        // whole parameters; trainable ones require grad
   std::vector<GradientSink> sinks;       // buffer undefined for frozen ones
@@ -102,8 +110,8 @@ TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& sp
     state->unit = units[i];
     state->spec = &specs[i];
     state->index = static_cast<int64_t>(i);
-    state->recompute = std::any_of(options_.recompute.begin(), options_.recompute.end(),
-                                   [&](const std::string& pattern) { return matches(pattern, specs[i].name); });
+    state->recompute = names_unit(options_.recompute, specs[i].name);
+    state->captured = options_.recorder != nullptr && specs[i].shard_group != "root";
     for (size_t p = 0; p < specs[i].parameters.size(); ++p) {
       const ParameterSpec& parameter = specs[i].parameters[p];
       state->by_name.emplace(parameter.name, static_cast<int64_t>(p));
@@ -123,6 +131,9 @@ TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& sp
       }
       throw Error(ExitCode::kUsage, "training.recompute: \"" + pattern + "\" matches no unit", "the units are: " + names);
     }
+  }
+  if (options_.recorder != nullptr) {
+    capture_ = std::make_unique<BlockCapture>(*options_.recorder, options_.capture);
   }
   used_.assign(units_.size(), 0);
   seed_ = at::ones({}, on_device.dtype(at::kFloat));
@@ -156,6 +167,9 @@ void TapeRunner::begin_micro_step() {
   losses_.clear();
   order_.clear();
   std::fill(used_.begin(), used_.end(), 0);
+  if (capture_ != nullptr) {
+    capture_->begin_micro_step();
+  }
 }
 
 void TapeRunner::begin_evaluation(const StepInfo& step) {
@@ -249,7 +263,13 @@ std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValu
     const int64_t left = uses_left(evaluating ? planned_evaluate_ : planned_forward_, index);
     sharding_.before_use(index, phase_, left);
     std::vector<at::Tensor> outputs;
-    {
+    std::vector<bool> is_differentiable_output;
+    if (!evaluating && unit.captured && !capture_->is_eager(captured_unit(unit, use_number), use.inputs)) {
+      BlockCapture::Made made = capture_->forward(captured_unit(unit, use_number), use.inputs);
+      outputs = std::move(made.outputs);
+      is_differentiable_output = std::move(made.is_differentiable);
+      use.captured = made.place;
+    } else {
       at::AutoGradMode record(!evaluating && !unit.recompute);
       outputs = forward(unit, use_number, tensors);
     }
@@ -261,11 +281,13 @@ std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValu
     const bool has_differentiable_source =
         std::any_of(tensors.begin(), tensors.end(), is_differentiable) ||
         std::any_of(unit.leaves.begin(), unit.leaves.end(), is_differentiable);
-    for (const at::Tensor& output : outputs) {
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const at::Tensor& output = outputs[i];
       auto node = std::make_shared<ValueNode>();
       const bool differentiable =
-          !evaluating && output.defined() &&
-          (unit.recompute ? has_differentiable_source && output.is_floating_point() : output.requires_grad());
+          use.captured >= 0 ? static_cast<bool>(is_differentiable_output[i])
+                            : !evaluating && output.defined() &&
+                                  (unit.recompute ? has_differentiable_source && output.is_floating_point() : output.requires_grad());
       node->tensor = output.defined() ? output.detach() : output;
       if (differentiable) {
         node->tensor.requires_grad_(true);
@@ -276,7 +298,9 @@ std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValu
       values.emplace_back(node);
     }
     if (!evaluating) {
-      if (!unit.recompute) {
+      if (use.captured >= 0) {
+        capture_->note_outputs(use.captured, use.outputs);
+      } else if (!unit.recompute) {
         use.graph_outputs = std::move(outputs);
       }
       std::vector<int64_t> counted;
@@ -339,6 +363,56 @@ void TapeRunner::add_gradient(const ValueNode& node, const at::Tensor& gradient)
   place.gradient = place.gradient.defined() ? at::add(place.gradient, term) : term;
 }
 
+// Gradients of `wanted_inputs`, undefined for those that have none; the parameters' are added to their buffers.
+std::vector<at::Tensor> TapeRunner::differentiate(UnitState& unit, const std::vector<at::Tensor>& graph_outputs, const std::vector<at::Tensor>& output_gradients,
+                                                  const std::vector<at::Tensor>& wanted_inputs) {
+  std::vector<at::Tensor> outputs, gradients;
+  for (size_t i = 0; i < graph_outputs.size(); ++i) {
+    if (output_gradients[i].defined() && is_differentiable(graph_outputs[i])) {
+      outputs.push_back(graph_outputs[i]);
+      gradients.push_back(output_gradients[i].to(graph_outputs[i].scalar_type()));
+    }
+  }
+  std::vector<at::Tensor> wanted = wanted_inputs;
+  std::vector<size_t> wanted_parameters;
+  for (size_t p = 0; p < unit.leaves.size(); ++p) {
+    if (unit.leaves[p].requires_grad()) {
+      wanted.push_back(unit.leaves[p]);
+      wanted_parameters.push_back(p);
+    }
+  }
+  if (outputs.empty() || wanted.empty()) {
+    return {};
+  }
+  std::vector<at::Tensor> found = torch::autograd::grad(outputs, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+  for (size_t i = 0; i < wanted_parameters.size(); ++i) {
+    const at::Tensor& gradient = found[wanted_inputs.size() + i];
+    if (gradient.defined()) {
+      GradientSink& sink = unit.sinks[wanted_parameters[i]];
+      sink.buffer.add_(gradient);
+      sink.touch();
+    }
+  }
+  found.resize(wanted_inputs.size());
+  return found;
+}
+
+CapturedUnit TapeRunner::captured_unit(UnitState& unit, int64_t use) {
+  return {.unit = unit.index,
+          .use = use,
+          .name = &unit.spec->name,
+          .recompute = unit.recompute,
+          .parameters = &unit.leaves,
+          .sinks = &unit.sinks,
+          .forward = [this, &unit, use](const std::vector<at::Tensor>& inputs) { return forward(unit, use, inputs); },
+          .differentiate = [this, &unit](const std::vector<at::Tensor>& outputs, const std::vector<at::Tensor>& gradients,
+                                         const std::vector<at::Tensor>& wanted) { return differentiate(unit, outputs, gradients, wanted); }};
+}
+
+int64_t TapeRunner::captured_units() const {
+  return std::count_if(units_.begin(), units_.end(), [](const auto& unit) { return unit->captured; });
+}
+
 void TapeRunner::backward_use(Use& use, int64_t left, bool boundary) {
   UnitState& unit = *units_[use.unit];
   sharding_.before_use(use.unit, Phase::backward, left);
@@ -353,7 +427,19 @@ void TapeRunner::backward_use(Use& use, int64_t left, bool boundary) {
       any = true;
     }
   }
-  if (any) {
+  // Inputs that want a gradient, each once.
+  std::vector<at::Tensor> wanted;
+  std::vector<std::shared_ptr<ValueNode>> wanted_nodes;
+  for (const auto& node : use.inputs) {
+    if (node->place >= 0 && std::find(wanted_nodes.begin(), wanted_nodes.end(), node) == wanted_nodes.end()) {
+      wanted.push_back(node->tensor);
+      wanted_nodes.push_back(node);
+    }
+  }
+  std::vector<at::Tensor> found;
+  if (use.captured >= 0) {
+    found = capture_->backward(use.captured, captured_unit(unit, use.use), output_gradients);
+  } else if (any) {
     std::vector<at::Tensor> graph_outputs = std::move(use.graph_outputs);
     if (use.recompute) {
       std::vector<at::Tensor> tensors;
@@ -363,46 +449,12 @@ void TapeRunner::backward_use(Use& use, int64_t left, bool boundary) {
       at::AutoGradMode record(true);
       graph_outputs = forward(unit, use.use, tensors);
     }
-    std::vector<at::Tensor> outputs, gradients;
-    for (size_t i = 0; i < graph_outputs.size(); ++i) {
-      if (output_gradients[i].defined() && is_differentiable(graph_outputs[i])) {
-        outputs.push_back(graph_outputs[i]);
-        gradients.push_back(output_gradients[i].to(graph_outputs[i].scalar_type()));
-      }
-    }
-    graph_outputs.clear();
-
-    std::vector<at::Tensor> wanted;
-    std::vector<std::shared_ptr<ValueNode>> wanted_nodes;
-    for (const auto& node : use.inputs) {
-      if (node->place >= 0 && std::find(wanted_nodes.begin(), wanted_nodes.end(), node) == wanted_nodes.end()) {
-        wanted.push_back(node->tensor);
-        wanted_nodes.push_back(node);
-      }
-    }
-    std::vector<int64_t> wanted_parameters;
-    for (size_t p = 0; p < unit.leaves.size(); ++p) {
-      if (unit.leaves[p].requires_grad()) {
-        wanted.push_back(unit.leaves[p]);
-        wanted_parameters.push_back(static_cast<int64_t>(p));
-      }
-    }
-    if (!outputs.empty() && !wanted.empty()) {
-      const auto found = torch::autograd::grad(outputs, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false,
-                                               /*allow_unused=*/true);
-      for (size_t i = 0; i < wanted_nodes.size(); ++i) {
-        if (found[i].defined()) {
-          add_gradient(*wanted_nodes[i], found[i]);
-        }
-      }
-      for (size_t i = 0; i < wanted_parameters.size(); ++i) {
-        const at::Tensor& gradient = found[wanted_nodes.size() + i];
-        if (gradient.defined()) {
-          GradientSink& sink = unit.sinks[wanted_parameters[i]];
-          sink.buffer.add_(gradient);
-          sink.touch();
-        }
-      }
+    found = differentiate(unit, graph_outputs, output_gradients, wanted);
+  }
+  output_gradients.clear();
+  for (size_t i = 0; i < found.size(); ++i) {
+    if (found[i].defined()) {
+      add_gradient(*wanted_nodes[i], found[i]);
     }
   }
   sharding_.after_use(use.unit, Phase::backward, left);
@@ -451,6 +503,9 @@ void TapeRunner::backward(bool boundary) {
   places_.clear();
   losses_.clear();
   phase_ = Phase::forward;
+  if (capture_ != nullptr) {
+    capture_->end_micro_step();
+  }
 }
 
 void TapeRunner::check_order(std::vector<int64_t>& known, const char* phase) {
@@ -470,6 +525,9 @@ void TapeRunner::check_order(std::vector<int64_t>& known, const char* phase) {
 // After a failure: no half window may reach the optimizer.
 void TapeRunner::abandon() {
   sharding_.abandon();
+  if (capture_ != nullptr) {
+    capture_->abandon();
+  }
   tape_.clear();
   places_.clear();
   losses_.clear();

@@ -12,11 +12,15 @@
 #include <string>
 #include <vector>
 
+#include "core/train/capture.hpp"
 #include "core/train/linear.hpp"
 #include "sf/backend.hpp"
 #include "sf/unit.hpp"
 
 namespace sf {
+
+/// Does one of the patterns name the unit? A final * matches the rest of a name.
+[[nodiscard]] bool names_unit(const std::vector<std::string>& patterns, const std::string& name);
 
 /// Numerator and denominator of a metric, summed over a window: float64, scalar or [p]. A count has no denominator.
 struct MetricSum {
@@ -28,6 +32,8 @@ class TapeRunner final : public Runner {
   struct Options {
     at::ScalarType gradient_dtype = at::kFloat;
     std::vector<std::string> recompute;  // names of units whose forward runs again in backward; a final * matches the rest of a name
+    GraphRecorder* recorder = nullptr;   // of CUDA graphs for the blocks, which are the units outside the shard group "root"; null: all run eagerly. Outlives the runner
+    BlockCapture::Options capture = {};
   };
 
   /// `units[i]` implements `specs[i]`; `sharding` has been built from the same specs. All outlive the runner.
@@ -62,6 +68,9 @@ class TapeRunner final : public Runner {
   uint64_t order_hash() const;
   /// Bytes of all gradient buffers.
   int64_t gradient_bytes() const;
+  /// How many units are replayed as CUDA graphs, and what that took so far.
+  int64_t captured_units() const;
+  BlockCapture::Counts capture_counts() const { return capture_ ? capture_->counts() : BlockCapture::Counts(); }
 
   std::vector<TapeValue> run(int64_t index, const std::vector<TapeValue>& inputs) override;
   TapeValue constant(const at::Tensor& tensor) override;
@@ -84,6 +93,7 @@ class TapeRunner final : public Runner {
     std::vector<std::shared_ptr<ValueNode>> outputs;
     std::vector<at::Tensor> graph_outputs;            // with grad_fn; empty under recompute
     bool recompute = false;
+    int64_t captured = -1;                            // place among the recorded uses of the micro-step; -1: ran eagerly
   };
 
   // A differentiable value: where its gradient is summed.
@@ -94,6 +104,9 @@ class TapeRunner final : public Runner {
   };
 
   std::vector<at::Tensor> forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs);
+  std::vector<at::Tensor> differentiate(UnitState& unit, const std::vector<at::Tensor>& graph_outputs, const std::vector<at::Tensor>& output_gradients,
+                                        const std::vector<at::Tensor>& wanted_inputs);
+  CapturedUnit captured_unit(UnitState& unit, int64_t use);
   void add_gradient(const ValueNode& node, const at::Tensor& gradient);
   void add_sum(std::string_view name, const at::Tensor& numerator, const at::Tensor& denominator);
   void backward_use(Use& use, int64_t uses_left, bool boundary);
@@ -108,6 +121,7 @@ class TapeRunner final : public Runner {
   Placement placement_;
   Options options_;
 
+  std::unique_ptr<BlockCapture> capture_;
   Phase phase_ = Phase::forward;
   StepInfo step_;
   at::Tensor seed_, loss_sum_;

@@ -22,6 +22,7 @@
 #include "core/train/session.hpp"
 #include "core/train/step.hpp"
 #include "core/train/verbs.hpp"
+#include "core/train/window_trace.hpp"
 #include "core/train/workload.hpp"
 
 namespace sf {
@@ -129,6 +130,30 @@ Json device_json(const Session& session) {
     json.set("threads", static_cast<int64_t>(at::get_num_threads()));
   }
   return json;
+}
+
+constexpr size_t kOperationsShown = 40;
+
+Json to_json(const WindowTrace& trace) {
+  Json waits = Json::object();
+  for (const auto& [name, count] : trace.waits) {
+    waits.set(name, count);
+  }
+  Json operations = Json::array();
+  for (size_t i = 0; i < std::min(kOperationsShown, trace.operations.size()); ++i) {
+    const WindowTrace::Operation& operation = trace.operations[i];
+    operations.push_back(Json::object().set("name", operation.name).set("count", operation.count).set("ms", operation.milliseconds));
+  }
+  Json json = Json::object();
+  json.set("host_waits", std::move(waits)).set("launches", trace.launches).set("device_operations", trace.device_operations);
+  json.set("busy_ms", trace.busy_ms).set("idle_ms", trace.idle_ms).set("operations", std::move(operations));
+  return json;
+}
+
+Json to_json(const BlockCapture::Counts& counts, int64_t blocks) {
+  Json json = Json::object();
+  return json.set("blocks", blocks).set("shapes", counts.shapes).set("uses", counts.uses).set("graphs", counts.graphs).set("replays", counts.replays)
+      .set("bytes", counts.bytes).set("record_ms", counts.milliseconds);
 }
 
 Workload workload_of(const Plan& plan, const BenchArguments& arguments, int64_t samples) {
@@ -243,10 +268,23 @@ class StepBench {
     json.set("samples_per_second", static_cast<double>(samples_) / static_cast<double>(arguments_.repeats * arguments_.steps) / step.median * 1e3);
     json.set("tokens_per_second", static_cast<double>(tokens_) / static_cast<double>(arguments_.repeats * arguments_.steps) / step.median * 1e3);
     Json sizes = Json::object();
-    sizes.set("built", memory_built_).set("at_rest", memory_at_rest).set("peak", memory.peak).set("reserved_peak", memory.reserved_peak);
+    // What recorded graphs keep counts as free for the allocator, which gives it to nobody else.
+    const BlockCapture::Counts captured = session_->runner->capture_counts();
+    sizes.set("built", memory_built_).set("at_rest", memory_at_rest + captured.bytes).set("peak", memory.peak + captured.bytes).set("reserved_peak", memory.reserved_peak);
     sizes.set("planned", plan_sizes(plan_, session_->description, session_->sharding).back().bytes);
     json.set("memory_bytes", std::move(sizes));
     json.set("loss", last_.loss).set("grad_norm", last_.gradient_norm);
+    if (session_->recorder != nullptr) {
+      json.set("capture", to_json(captured, session_->runner->captured_units()));
+    }
+    if (!session_->placement.device.is_cpu()) {
+      const WindowTrace trace = trace_window([this] { window(); });
+      if (trace.is_known) {
+        json.set("host_reads_per_step", trace.host_waits).set("trace", to_json(trace));
+      } else {
+        log_warn("the driver gave no record of a window: host reads are not counted");
+      }
+    }
     const double ceiling = product_ceiling(session_->placement);
     json.set("product_ceiling_tflops", ceiling);
     return json;

@@ -28,4 +28,17 @@ Json bench(const EngineContext& context, const BenchArguments& arguments, Ranks&
 /// number of ranks is the plan's fact.world_size. Without a backend: as if one process held everything.
 std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding = nullptr);
 
+/// Memory that a run may take now; below 0 when nobody can say. `what` is for messages.
+struct AvailableMemory {
+  int64_t bytes = 0;
+  std::string what;
+};
+[[nodiscard]] AvailableMemory available_memory(at::Device device);
+/// Throws Error(kDevice) when the plan's sizes are more than what `processes` ranks on this device may take, with what would fit; warns on the CPU where the
+/// estimate is too rough to be sure.
+void require_memory(const Plan& plan, const Description& description, const Sharding* sharding, const AvailableMemory& available, int64_t processes);
+
+/// Operations that will run slower than they could on a GPU because no kernel takes their shape or type, with the reason; from shapes alone.
+[[nodiscard]] std::vector<std::string> slow_paths(const Plan& plan, const Description& description);
+
 }  // namespace sf

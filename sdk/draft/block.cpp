@@ -77,6 +77,16 @@ std::vector<ParameterSpec> block_parameters(const BlockShape& shape, double init
   return list;
 }
 
+int64_t block_saved_columns(const BlockShape& shape) {
+  const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
+  int64_t columns = 4 * shape.hidden                               // input normed, sum, sum normed, output
+                    + 3 * query + 3 * key + 3 * shape.intermediate;  // each of q, k as projected and as rotated, v; attention's output; gate, up and their product
+  if (shape.conv_taps > 0) {
+    columns += 4 * shape.hidden + 4 * shape.conv_taps * shape.conv_groups;  // before and after both sub-layers; coefficients
+  }
+  return columns;
+}
+
 std::vector<at::Tensor> DraftBlock::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
   const at::Tensor& h = inputs[kRowsIn];
   const at::Tensor x = context.ops().rms_norm(h, context.parameter("input_layernorm.weight"), shape_.eps);

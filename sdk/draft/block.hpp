@@ -31,6 +31,9 @@ struct BlockShape {
 /// identity (first tap 1, projection 0), so that a fresh draft with it equals one without.
 [[nodiscard]] std::vector<ParameterSpec> block_parameters(const BlockShape& shape, double init_std);
 
+/// Elements that one use keeps of each draft row until its backward: what products, norms, attention and convolutions save, and the output.
+[[nodiscard]] int64_t block_saved_columns(const BlockShape& shape);
+
 /// Places of DraftBlock's inputs.
 enum BlockInput : size_t {
   kRowsIn,          // [b, q, h]

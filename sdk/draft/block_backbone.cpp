@@ -31,7 +31,8 @@ void BlockBackbone::describe(const BlockConfig& config, const BlockConvolution& 
     description.units.push_back({.name = name,
                                  .prefix = "layers." + std::to_string(i) + ".",
                                  .shard_group = name,
-                                 .parameters = block_parameters(shape, layers.initializer_range)});
+                                 .parameters = block_parameters(shape, layers.initializer_range),
+                                 .saved_columns = block_saved_columns(shape)});
     units.push_back(std::make_unique<DraftBlock>(shape));
   }
   description.reads = {{.name = "input_ids"},

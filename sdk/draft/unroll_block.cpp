@@ -33,6 +33,12 @@ std::vector<ParameterSpec> unroll_block_parameters(const UnrollBlockShape& shape
           product("mlp.down_proj.weight", h, shape.intermediate)};
 }
 
+int64_t unroll_block_saved_columns(const UnrollBlockShape& shape, int64_t uses) {
+  const int64_t query = shape.heads * shape.head_dim, key = shape.kv_heads * shape.head_dim;
+  return 6 * shape.hidden                                          // embeddings, both norms beside each other, sum, sum normed, output
+         + 3 * query + (3 + uses - 1) * key + 3 * shape.intermediate;
+}
+
 std::vector<at::Tensor> UnrollBlock::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
   const at::Tensor& states = inputs[kStates];
   const int64_t b = states.size(0), s = states.size(1);

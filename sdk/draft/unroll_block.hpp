@@ -24,6 +24,9 @@ struct UnrollBlockShape {
 /// By checkpoint name below "midlayer.": Normal(0, init_std) for products, ones for norms; no biases. Products of attention take 2h columns.
 [[nodiscard]] std::vector<ParameterSpec> unroll_block_parameters(const UnrollBlockShape& shape, double init_std);
 
+/// Elements that a use keeps of each row until its backward, on average over `uses`: each one holds the keys and values of those before it side by side.
+[[nodiscard]] int64_t unroll_block_saved_columns(const UnrollBlockShape& shape, int64_t uses);
+
 /// Places of the inputs; after them keys and values of the uses before this one, in pairs, so their number says which use this is.
 enum UnrollBlockInput : size_t {
   kStates,         // [b, s, h], not normed

@@ -41,7 +41,7 @@ class Spy final : public Runner {
 std::map<std::string, Ratio> ratios(const TapeRunner& runner) {
   std::map<std::string, Ratio> found;
   for (const auto& [name, sum] : runner.metrics()) {
-    found[name] = {sum.numerator, sum.denominator};
+    found[name] = {sum.numerator.cpu(), sum.denominator.defined() ? sum.denominator.cpu() : at::Tensor()};
   }
   return found;
 }
@@ -51,9 +51,9 @@ std::map<std::string, Ratio> ratios(const TapeRunner& runner) {
 double Ratio::value() const { return !denominator.defined() ? numerator.item<double>() : numerator.item<double>() / std::max(denominator.item<double>(), 1e-12); }
 
 AlgorithmRun::AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const TargetTables& tables,
-                           const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype, TapeRunner::Options options)
-    : any_(algorithm), description_(algorithm.describe(facts)) {
-  const Placement placement{at::kCPU, dtype};
+                           const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype, TapeRunner::Options options, at::Device device)
+    : any_(algorithm), description_(algorithm.describe(facts)), device_(device) {
+  const Placement placement{device, dtype};
   sharding_.build(description_.units, placement);
   initialize_weights(description_.units, sharding_.shards(), 1);
   for (Shard& shard : sharding_.shards()) {
@@ -67,7 +67,8 @@ AlgorithmRun::AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const 
   for (size_t i = 0; i < description_.units.size(); ++i) {
     units.push_back(&any_.unit(static_cast<int64_t>(i)));
   }
-  any_.bind(tables, cpu_ops());
+  const auto here = [&](const at::Tensor& table) { return table.defined() ? table.to(device) : table; };
+  any_.bind({here(tables.embedding_vh), here(tables.head_vh)}, cpu_ops());
   runner_ = std::make_unique<TapeRunner>(units, description_.units, sharding_, cpu_ops(), placement, std::move(options));
 }
 
@@ -88,6 +89,9 @@ Batch AlgorithmRun::batch(const std::map<std::string, at::Tensor>& tensors, std:
   made.slots = anchors == tensors.end() ? 0 : anchors->second.size(1);
   made.sample_indices = std::move(sample_indices);
   any_.finish(made);
+  for (auto& [name, tensor] : made.tensors) {
+    tensor = tensor.to(device_);
+  }
   return made;
 }
 
@@ -99,7 +103,7 @@ StepOutcome AlgorithmRun::train(const std::vector<Batch>& batches, const StepInf
     outcome.denominator += denominators.back();
   }
   const at::Tensor d_a = at::tensor(denominators, at::TensorOptions().dtype(at::kDouble));
-  const at::Tensor seeds = window_seeds({.own_a = d_a, .pooled_a = d_a, .live_ranks_a = (d_a > 0).to(at::kDouble)}, description_.pooling);
+  const at::Tensor seeds = window_seeds({.own_a = d_a, .pooled_a = d_a, .live_ranks_a = (d_a > 0).to(at::kDouble)}, description_.pooling).to(device_);
   runner_->begin_window(seeds[0], step);
   Spy spy(*runner_, static_cast<int64_t>(description_.units.size()) - 2);
   for (size_t i = 0; i < batches.size(); ++i) {
@@ -111,12 +115,12 @@ StepOutcome AlgorithmRun::train(const std::vector<Batch>& batches, const StepInf
   const std::vector<at::Tensor> gradients = sharding_.end_window();
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (gradients[i].defined()) {
-      outcome.gradients[sharding_.shards()[i].name] = gradients[i].clone();
+      outcome.gradients[sharding_.shards()[i].name] = gradients[i].cpu().clone();
     }
   }
   outcome.loss = runner_->loss_sum().item<double>();
   outcome.metrics = ratios(*runner_);
-  outcome.rows = spy.rows;
+  outcome.rows = spy.rows.cpu();
   return outcome;
 }
 
@@ -132,7 +136,7 @@ StepOutcome AlgorithmRun::evaluate(const std::vector<Batch>& batches) {
   }
   outcome.loss = runner_->loss_sum().item<double>() / outcome.denominator;
   outcome.metrics = ratios(*runner_);
-  outcome.rows = spy.rows;
+  outcome.rows = spy.rows.cpu();
   runner_->end_evaluation();
   return outcome;
 }
@@ -148,7 +152,7 @@ at::Tensor AlgorithmRun::weight(const std::string& name) {
 
 at::Tensor AlgorithmRun::normed(const at::Tensor& rows, double eps) {
   at::NoGradGuard no_grad;
-  return cpu_ops().rms_norm(rows, weight("norm.weight"), eps);
+  return cpu_ops().rms_norm(rows, weight("norm.weight").cpu(), eps);
 }
 
 }  // namespace sf::testing

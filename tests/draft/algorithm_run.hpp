@@ -24,6 +24,7 @@ struct StepOutcome {
   double denominator = 0;                         // of all micro-steps together
   std::map<std::string, at::Tensor> gradients;    // by full name; missing when nothing touched the parameter
   std::map<std::string, Ratio> metrics;
+  // All tensors are on the CPU, wherever they were computed.
   at::Tensor rows;                                // output of the last unit but one in the last micro-step: the last block's rows
 
   [[nodiscard]] double metric(const std::string& name) const { return metrics.at(name).value(); }
@@ -35,7 +36,7 @@ class AlgorithmRun {
  public:
   /// Weights not in `weights` keep what describe() says, drawn from a fixed seed. The algorithm outlives the run.
   AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const TargetTables& tables, const std::map<std::string, at::Tensor>& weights,
-               at::ScalarType dtype, TapeRunner::Options options = {});
+               at::ScalarType dtype, TapeRunner::Options options = {}, at::Device device = at::kCPU);
 
   /// A batch as the loader would hand it over: the fields that the algorithm reads and those that prepare() leaves. finish() is called here.
   [[nodiscard]] Batch batch(const std::map<std::string, at::Tensor>& tensors);
@@ -55,6 +56,7 @@ class AlgorithmRun {
   Algorithm& any_;
   Description description_;
   SingleSharding sharding_;
+  at::Device device_;
   std::unique_ptr<TapeRunner> runner_;
 };
 

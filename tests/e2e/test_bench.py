@@ -69,6 +69,14 @@ def main():
         beside = run(RECIPE, *SHORT, *own, "--compare", folder / "run.json").stdout
         assert "beside the earlier result" in beside and "| files |" in beside, beside
 
+        # Too much for the machine: refused before anything is allocated, with what would fit.
+        huge = run(RECIPE, *SHORT, *own, "--set", "training.batch_size=65536", "--set", "training.num_anchors=2048", "--set", "data.max_length=4096", code=5).stderr
+        assert "the run needs about" in huge and "are available on this machine" in huge and "any one of these would fit: training.batch_size = " in huge, huge
+
+        # A plan for a GPU names what has no kernel there; one for this machine has nothing to name.
+        planned = [subprocess.run([HOST, "plan", RECIPE, *own, "--set", f"device={device}"], capture_output=True, text=True, timeout=60).stdout for device in ("cuda", "cpu")]
+        assert "block_attention runs as LibTorch operations: its kernel takes bfloat16" in planned[0] and "slower paths" not in planned[1], planned
+
         assert "no usable name" in run("matrix", RECIPE, "--variant", ":a=1", code=2).stderr
         assert "at least 1" in run(RECIPE, "--warmup", "0", code=2).stderr
         (folder / "no.json").write_text("{}")

@@ -44,7 +44,7 @@ struct Outcome {
 Outcome run(const GoldenCase& golden) {
   const at::Tensor features = golden.at("in.hidden_states");
   const auto weights = sf::testing::golden_weights(golden);
-  DraftRun draft(options_of(golden), sf::testing::golden_facts(golden), sf::testing::golden_tables(golden), weights, features.scalar_type());
+  DraftRun draft(options_of(golden), sf::testing::golden_facts(golden), sf::testing::golden_tables(golden), weights, features.scalar_type(), sf::testing::golden_device());
   sf::testing::check_places(draft.description(), weights);
 
   const sf::Batch batch = draft.batch({{"input_ids", golden.at("in.input_ids")},
@@ -104,4 +104,33 @@ TEST_CASE("dflash parity: bfloat16 weights and features stay within bfloat16's n
   check_number(golden, "out.loss", found.step.loss, 5e-3);
   check_gradients(golden, found.step, 5e-2);
   CHECK(relative_error(found.draft_hidden, golden.at("out.draft_hidden")) <= 2e-2);
+}
+
+TEST_CASE("dflash2 on a GPU: bfloat16 on kernels stays within bfloat16's noise of the float32 twin on the CPU") {
+  constexpr int64_t kTokens = 160, kBlocks = 14, kVocab = 1003, kHidden = 256;
+  const std::string config = sf::testing::tiny_config({{"hidden_size", "256"}, {"intermediate_size", "640"}, {"num_attention_heads", "4"}, {"num_key_value_heads", "2"},
+                                                       {"head_dim", "64"}, {"vocab_size", "1003"}, {"sliding_window", "40"}, {"block_size", "8"},
+                                                       {"dflash_config.mask_token_id", "1002"}, {"dflash_config.conv_group_size", "16"},
+                                                       {"dflash_config.selector_rank", "32"}, {"dflash_config.selector_top_k", "8"}});
+  sf::DflashOptions options;
+  options.num_anchors = kBlocks;
+  options.insert_gold = true;  // random labels are hardly ever among the candidates
+  options.loss_decay_gamma = 4;
+  at::manual_seed(3);
+  sf::ModelFacts facts;
+  facts.draft_config_json = config;
+  const auto weights = sf::testing::random_weights(sf::Dflash(options).describe(facts), 0.04);
+  const sf::TargetTables tables{sf::testing::rounded(at::randn({kVocab, kHidden})), sf::testing::rounded(at::randn({kVocab, kHidden}).mul(0.1))};
+  const at::Tensor features = sf::testing::rounded(at::randn({2, kTokens, 2 * kHidden})), ids = at::randint(kVocab - 1, {2, kTokens}, at::kLong);
+  at::Tensor mask = at::ones({2, kTokens}, at::kLong);
+  mask[1].narrow(0, 0, 50).zero_();
+  at::Tensor keep = at::ones({2, kBlocks}, at::kBool);
+  keep[1].narrow(0, kBlocks - 3, 3).zero_();
+  const at::Tensor anchors = at::stack({at::arange(kBlocks, at::kLong).mul(11).add(1), at::arange(kBlocks, at::kLong).mul(7).add(52)});
+  sf::testing::compare_bfloat16_on_gpu([&](at::Device device, at::ScalarType type) {
+    sf::ModelFacts own = facts;
+    own.bfloat16 = type == at::kBFloat16;
+    DraftRun draft(options, own, {tables.embedding_vh.to(type), tables.head_vh.to(type)}, weights, type, device);
+    return draft.train({draft.batch({{"input_ids", ids}, {"loss_mask", mask}, {"hidden_states", features.to(type)}, {"anchors", at::mul(anchors, keep)}, {"keep", keep}})});
+  });
 }

@@ -39,7 +39,8 @@ Outcome run(const GoldenCase& golden) {
   const at::Tensor features = golden.at("in.hidden_states");
   sf::Dspark algorithm(options_of(golden));
   const auto weights = sf::testing::golden_weights(golden);
-  sf::testing::AlgorithmRun draft(algorithm, sf::testing::golden_facts(golden), sf::testing::golden_tables(golden), weights, features.scalar_type());
+  sf::testing::AlgorithmRun draft(algorithm, sf::testing::golden_facts(golden), sf::testing::golden_tables(golden), weights, features.scalar_type(), {},
+                                  sf::testing::golden_device());
   sf::testing::check_places(draft.description(), weights);
   const sf::Batch batch = draft.batch({{"input_ids", golden.at("in.input_ids")},
                                        {"loss_mask", golden.at("in.loss_mask")},
@@ -96,4 +97,35 @@ TEST_CASE("dspark parity: bfloat16 weights and features stay within bfloat16's n
   check_number(golden, "out.loss", found.step.loss, 5e-3);
   check_gradients(golden, found.step, 0.2);
   CHECK(relative_error(found.draft_hidden, golden.at("out.draft_hidden")) <= 2e-2);
+}
+
+TEST_CASE("dspark on a GPU: bfloat16 on kernels stays within bfloat16's noise of the float32 twin on the CPU") {
+  constexpr int64_t kTokens = 160, kBlocks = 14, kVocab = 1003, kHidden = 256;
+  sf::ModelFacts facts;
+  facts.draft_config_json = R"({
+    "architectures": ["DSparkDraftModel"], "model_type": "qwen3", "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1003, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+    "max_position_embeddings": 512, "block_size": 7, "num_target_layers": 12, "markov_rank": 32, "markov_head_type": "vanilla",
+    "enable_confidence_head": true, "confidence_head_with_markov": true,
+    "dflash_config": {"target_layer_ids": [2, 7], "mask_token_id": 1002}
+  })";
+  sf::DsparkOptions options;
+  options.num_anchors = kBlocks;
+  options.loss_decay_gamma = 4;
+  at::manual_seed(4);
+  const auto weights = sf::testing::random_weights(sf::Dspark(options).describe(facts), 0.04);
+  const sf::TargetTables tables{sf::testing::rounded(at::randn({kVocab, kHidden})), sf::testing::rounded(at::randn({kVocab, kHidden}).mul(0.1))};
+  const at::Tensor features = sf::testing::rounded(at::randn({2, kTokens, 2 * kHidden})), last = sf::testing::rounded(at::randn({2, kTokens, kHidden}));
+  const at::Tensor ids = at::randint(kVocab - 1, {2, kTokens}, at::kLong), mask = at::ones({2, kTokens}, at::kLong), keep = at::ones({2, kBlocks}, at::kBool);
+  const at::Tensor anchors = at::stack({at::arange(kBlocks, at::kLong).mul(10).add(1), at::arange(kBlocks, at::kLong).mul(9).add(20)});
+  sf::testing::compare_bfloat16_on_gpu(
+      [&](at::Device device, at::ScalarType type) {
+        sf::ModelFacts own = facts;
+        own.bfloat16 = type == at::kBFloat16;
+        sf::Dspark algorithm(options);
+        sf::testing::AlgorithmRun draft(algorithm, own, {tables.embedding_vh.to(type), tables.head_vh.to(type)}, weights, type, {}, device);
+        return draft.train({draft.batch({{"input_ids", ids}, {"loss_mask", mask}, {"hidden_states", features.to(type)}, {"target_last_hidden_states", last.to(type)},
+                                         {"anchors", anchors}, {"keep", keep}})});
+      },
+      {{"markov_head.markov_w2.weight", 0.2}, {"markov_w2.weight", 0.2}});  // its gradient of the distance flips signs
 }

@@ -7,17 +7,18 @@
 
 #include "plugins/algorithm/eagle3/eagle3.hpp"
 #include "sf/json.hpp"
-#include "tests/parity/golden_case.hpp"
-#include "tests/draft/algorithm_run.hpp"
+#include "tests/parity/draft_parity.hpp"
 
 using sf::testing::AlgorithmRun;
+using sf::testing::check_gradients;
 using sf::testing::GoldenCase;
 using sf::testing::relative_error;
 using sf::testing::StepOutcome;
 
 namespace {
 
-constexpr double kLossError = 1e-5, kGradientError = 2e-5;  // golden/README.md, float32 on a CPU
+using sf::testing::kGradientError;
+using sf::testing::kLossError;
 
 sf::Eagle3Options options_of(const GoldenCase& golden) {
   const sf::Json stored = sf::Json::parse(golden.text("options"));
@@ -49,7 +50,7 @@ StepOutcome run(const GoldenCase& golden, int64_t chunk_rows = 1024) {
   options.objective_chunk_rows = chunk_rows;
   sf::Eagle3 algorithm(options);
   const sf::TargetTables tables{golden.at("param.embed_tokens.weight"), golden.at("param.target.lm_head.weight")};
-  AlgorithmRun draft(algorithm, facts, tables, weights, features.scalar_type());
+  AlgorithmRun draft(algorithm, facts, tables, weights, features.scalar_type(), {}, sf::testing::golden_device());
   algorithm.set_buffers({{"t2d", golden.at("param.t2d")}, {"d2t", golden.at("param.d2t")}}, "golden");
   // Every stored weight has its place, and every place a stored weight.
   int64_t placed = 0;
@@ -94,21 +95,6 @@ void check_uses(const GoldenCase& golden, const StepOutcome& found, double toler
   }
 }
 
-void check_gradients(const GoldenCase& golden, const StepOutcome& found, double tolerance) {
-  int64_t compared = 0;
-  for (const sf::TensorView& view : golden.file().tensors()) {
-    if (!view.name.starts_with("grad.")) {
-      continue;
-    }
-    const std::string name = view.name.substr(5);
-    CAPTURE(name);
-    REQUIRE(found.gradients.count(name) == 1);
-    CHECK(relative_error(found.gradients.at(name), golden.at(view.name)) <= tolerance);
-    ++compared;
-  }
-  CHECK(compared == static_cast<int64_t>(found.gradients.size()));
-}
-
 }  // namespace
 
 TEST_CASE("eagle3 parity: loss, each use and every gradient equal the reference's") {
@@ -139,4 +125,36 @@ TEST_CASE("eagle3 parity: bfloat16 weights and features stay within bfloat16's n
   const StepOutcome found = run(golden);
   check_number("loss", found.loss, golden.number("out.loss"), 5e-3);
   check_gradients(golden, found, 5e-2);
+}
+
+TEST_CASE("eagle3 on a GPU: bfloat16 on kernels stays within bfloat16's noise of the float32 twin on the CPU") {
+  constexpr int64_t kTokens = 140, kVocab = 1003, kKept = 400, kHidden = 256;
+  sf::ModelFacts facts;
+  facts.draft_config_json = R"({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 256, "target_hidden_size": 256,
+    "intermediate_size": 640, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 1003,
+    "draft_vocab_size": 400, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 512, "hidden_act": "silu", "tie_word_embeddings": false})";
+  facts.target_layer_ids = {1, 2, 3};
+  sf::Eagle3Options options;
+  options.ttt_length = 7;
+  options.objective_chunk_rows = 100;
+  at::manual_seed(5);
+  const auto weights = sf::testing::random_weights(sf::Eagle3(options).describe(facts), 0.04);
+  const at::Tensor kept = std::get<0>(at::randperm(kVocab, at::kLong).narrow(0, 0, kKept).sort(0));
+  at::Tensor t2d = at::zeros({kVocab}, at::kBool);
+  t2d.index_fill_(0, kept, 1);
+  // The target's best token is always one of the draft's: where it is nearly another one, bfloat16 would decide whether a row counts.
+  const at::Tensor head = at::mul(at::randn({kVocab, kHidden}), at::where(t2d, 0.1, 0.03).unsqueeze(1));
+  const sf::TargetTables tables{sf::testing::rounded(at::randn({kVocab, kHidden})), sf::testing::rounded(head)};
+  const at::Tensor features = sf::testing::rounded(at::randn({2, kTokens, 3 * kHidden})), last = sf::testing::rounded(at::randn({2, kTokens, kHidden}));
+  const at::Tensor ids = at::randint(kVocab, {2, kTokens}, at::kLong), mask = at::ones({2, kTokens}, at::kLong);
+  at::Tensor counted = mask.clone();
+  counted.select(1, kTokens - 1).zero_();
+  sf::testing::compare_bfloat16_on_gpu([&](at::Device device, at::ScalarType type) {
+    sf::ModelFacts own = facts;
+    own.bfloat16 = type == at::kBFloat16;
+    sf::Eagle3 algorithm(options);
+    AlgorithmRun draft(algorithm, own, {tables.embedding_vh.to(type), tables.head_vh.to(type)}, weights, type, {}, device);
+    algorithm.set_buffers({{"t2d", t2d}, {"d2t", at::sub(kept, at::arange(kKept, at::kLong))}}, "test");
+    return draft.train({draft.batch({{"input_ids", ids}, {"loss_mask", mask}, {"counted", counted}, {"aux_hidden_state", features.to(type)}, {"hidden_state", last.to(type)}})});
+  });
 }

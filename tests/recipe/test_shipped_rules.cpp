@@ -138,6 +138,7 @@ TEST_CASE("rules: what each sharding backend that we ship does not offer is refu
     apply_overrides({"model.target_model_path=/target", "algorithm.name=x", "backend.sharding=" + backend, set}, raw, problems);
     PlanValues values = schema.resolve(raw, {}, false, problems);
     std::set<std::string> provided(manifest->provides.begin(), manifest->provides.end());
+    provided.insert("recordable-blocks");
     std::vector<std::string> undecided;
     const std::set<std::string> names = {backend};
     check_rules(host_manifest().rules, {values, {{"fact.device.kind", std::string("cuda")}}, provided, names}, problems, undecided);
@@ -145,7 +146,7 @@ TEST_CASE("rules: what each sharding backend that we ship does not offer is refu
     std::string out;
     for (const Diagnostic& one : problems.all()) {
       out += (out.empty() ? "" : " ") + one.id;
-      CHECK_MESSAGE((one.id == "K1" || one.id == "host/block-capture" || one.id == "recipe/not-offered" || one.message.starts_with(backend + " does not offer")),
+      CHECK_MESSAGE((one.id == "K1" || one.id == "recipe/not-offered" || one.message.starts_with(backend + " does not offer")),
                     one.message);
     }
     return out;
@@ -166,7 +167,7 @@ TEST_CASE("rules: what each sharding backend that we ship does not offer is refu
            Row{"training.fsdp_sharding=FULL_SHARD", "B5/sharding", "", ""},
            Row{"training.fsdp_sharding=NO_SHARD", "B5/sharding", "", ""},
            Row{"training.fsdp_sharding=SHARD_GRAD_OP", "", "", ""},
-           Row{"training.compile_blocks=true", "K1 host/block-capture", "B1 K1 host/block-capture", "K1 host/block-capture"},
+           Row{"training.compile_blocks=true", "K1", "B1 K1", "K1"},
        }) {
     CAPTURE(row.set);
     for (const auto& [backend, expected] : {std::pair("single", row.single), std::pair("fsdp1", row.fsdp1), std::pair("fsdp2", row.fsdp2)}) {
@@ -178,4 +179,60 @@ TEST_CASE("rules: what each sharding backend that we ship does not offer is refu
       CHECK_MESSAGE(found == expected, backend << ": " << found);
     }
   }
+}
+
+TEST_CASE("rules: recorded blocks want static shapes (K1, K2, K3), blocks that can be recorded (K4), nothing on the host inside them (K5, K6), and a GPU") {
+  const auto found = [](const std::vector<std::string>& sets, std::set<std::string> provided, const char* device) {
+    Diagnostics problems;
+    Schema schema;
+    schema.add(host_manifest(), problems);
+    RawValues raw;
+    std::vector<std::string> all = {"model.target_model_path=/target", "algorithm.name=mydraft", "training.compile_blocks=true"};
+    all.insert(all.end(), sets.begin(), sets.end());
+    apply_overrides(all, raw, problems);
+    PlanValues values = schema.resolve(raw, {}, false, problems);
+    provided.insert("stable-parameters");
+    std::vector<std::string> undecided;
+    const std::set<std::string> names = {"mydraft", "single"};
+    check_rules(host_manifest().rules, {values, {{"fact.device.kind", std::string(device)}}, provided, names}, problems, undecided);
+    return problems;
+  };
+  const auto ids = [](const Diagnostics& problems) {
+    std::string out;
+    for (const Diagnostic& one : problems.all()) {
+      out += (out.empty() ? "" : " ") + one.id;
+    }
+    return out;
+  };
+  const std::set<std::string> blocks = {"recordable-blocks"};
+  CHECK(ids(found({"training.static_shapes=true"}, blocks, "cuda")).empty());                                                       // K2
+  CHECK(ids(found({"training.static_shapes=true", "training.static_shape_buckets=[128]"}, blocks, "cuda")).empty());                // K3
+  CHECK(ids(found({"training.static_shapes=true", "training.eval_interval=5", "data.eval_hidden_states_path=/held_out"}, blocks, "cuda")).empty());  // K8
+
+  const Diagnostics lengths = found({}, blocks, "cuda");
+  CHECK(ids(lengths) == "K1");
+  CHECK(lengths.all().front().severity == Severity::warning);
+  CHECK(lengths.all().front().message.starts_with("with changing shapes each new length is captured again"));
+  CHECK(lengths.all().front().fix.find("training.static_shapes = true") != std::string::npos);
+
+  const Diagnostics no_blocks = found({"training.static_shapes=true"}, {}, "cuda");
+  CHECK(ids(no_blocks) == "K4");
+  CHECK(no_blocks.all().front().message == "training.compile_blocks = true, but mydraft has no blocks that can be recorded");
+
+  const Diagnostics routed = found({"training.static_shapes=true"}, {"recordable-blocks", "host-work-in-blocks"}, "cuda");
+  CHECK(ids(routed) == "K6");
+  CHECK(routed.all().front().message.find("work on the host inside a block") != std::string::npos);
+
+  const Diagnostics on_cpu = found({"training.static_shapes=true"}, blocks, "cpu");
+  CHECK(ids(on_cpu) == "host/capture-on-cpu");
+  CHECK(on_cpu.all().front().message == "training.compile_blocks records CUDA graphs, and this run is on the CPU");
+
+  Diagnostics moved;  // K7
+  Schema schema;
+  schema.add(host_manifest(), moved);
+  RawValues raw;
+  apply_overrides({"model.target_model_path=/target", "algorithm.name=mydraft", "training.compile_dynamic=true"}, raw, moved);
+  (void)schema.resolve(raw, {}, false, moved);
+  REQUIRE(moved.has_errors());
+  CHECK(moved.text().find("graphs of changing shapes are not supported") != std::string::npos);
 }

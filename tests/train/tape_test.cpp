@@ -71,6 +71,34 @@ struct SpySharding final : sf::Sharding {
   at::Tensor gradient_norm(const Tensors& gradients) override { return inner.gradient_norm(gradients); }
 };
 
+// What a CUDA graph does, on the CPU: a replay runs the body again and puts its results where the first ones lie.
+struct FakeRecorder final : sf::GraphRecorder {
+  struct Graph final : sf::RecordedGraph {
+    Body body;
+    Tensors made;
+    void replay() override {
+      const Tensors again = body();
+      at::NoGradGuard no_grad;
+      for (size_t i = 0; i < made.size(); ++i) {
+        if (made[i].defined() && made[i].const_data_ptr() != again[i].const_data_ptr()) {
+          made[i].copy_(again[i]);
+        }
+      }
+    }
+  };
+  int recorded = 0, rooms = 0;
+  std::unique_ptr<sf::RecordedGraph> record(const Body& body, Tensors& made) override {
+    auto graph = std::make_unique<Graph>();
+    graph->body = body;
+    made = body();
+    graph->made = made;  // no allocator may take these addresses again
+    ++recorded;
+    return graph;
+  }
+  void make_room() override { ++rooms; }
+  int64_t bytes() const override { return 0; }
+};
+
 struct Bench {
   std::vector<sf::UnitSpec> specs;
   std::vector<std::unique_ptr<FunctionUnit>> units;
@@ -78,8 +106,11 @@ struct Bench {
   NoOps ops;
   std::unique_ptr<sf::TapeRunner> runner;
 
-  void add(const std::string& name, std::vector<sf::ParameterSpec> parameters, FunctionUnit::Body body) {
-    specs.push_back({.name = name, .prefix = name + ".", .shard_group = name, .parameters = std::move(parameters)});
+  sf::GraphRecorder* recorder = nullptr;   // set before open: units but those of the group "root" are recorded
+  sf::BlockCapture::Options capture;
+
+  void add(const std::string& name, std::vector<sf::ParameterSpec> parameters, FunctionUnit::Body body, const std::string& group = "") {
+    specs.push_back({.name = name, .prefix = name + ".", .shard_group = group.empty() ? name : group, .parameters = std::move(parameters)});
     units.push_back(std::make_unique<FunctionUnit>(std::move(body)));
   }
 
@@ -94,7 +125,7 @@ struct Bench {
       pointers.push_back(unit.get());
     }
     runner = std::make_unique<sf::TapeRunner>(pointers, specs, sharding, ops, sf::Placement{at::kCPU, dtype},
-                                              sf::TapeRunner::Options{.gradient_dtype = at::kFloat, .recompute = std::move(recompute)});
+                                              sf::TapeRunner::Options{.gradient_dtype = at::kFloat, .recompute = std::move(recompute), .recorder = recorder, .capture = capture});
     window();
   }
 
@@ -461,4 +492,132 @@ TEST_CASE("tape: a gradient that is formed going forward is added to its buffer 
   (void)bench.runner->run(0, {bench.runner->run(1, {})[0]});
   CHECK_FALSE(had_buffer);
   bench.runner->end_evaluation();
+}
+
+namespace {
+
+// A draft in small: a context for all blocks, blocks that hand keys on and are used twice, an objective. The last keys get no gradient.
+struct SmallDraft {
+  Bench bench;
+  FakeRecorder recorder;
+  int forwards = 0;
+
+  SmallDraft(bool records, std::vector<std::string> recompute, at::ScalarType dtype, int64_t shapes_at_most = 6) {
+    bench.add("context", {weight("w.weight", {4, 3})}, mlp(), "root");
+    for (const char* name : {"block.0", "block.1"}) {
+      bench.add(name, {weight("k.weight", {4, 4}), weight("x.weight", {4, 4}), weight("scale", {4})},
+                [this](sf::UnitContext& context, const Tensors& in) -> Tensors {
+                  ++forwards;
+                  const at::Tensor key = at::add(context.linear("k", in[0]), in[2]);
+                  const at::Tensor h = at::tanh(context.linear("x", at::add(at::mul(in[0], context.parameter("scale")), in[1].mean(0))));
+                  return {at::add(h, key), key};
+                });
+    }
+    bench.add("loss", {}, square_sum(), "root");
+    if (records) {
+      bench.recorder = &recorder;
+      bench.capture.shapes_at_most = shapes_at_most;
+    }
+    bench.open(std::move(recompute), dtype);
+  }
+
+  void micro_step(const at::Tensor& x, const at::Tensor& features, bool boundary) {
+    sf::TapeRunner& runner = *bench.runner;
+    runner.begin_micro_step();
+    const TapeValue context = runner.run(0, {runner.constant(features)})[0];
+    TapeValue h = runner.constant(x), keys = runner.constant(at::zeros_like(x));
+    for (const int64_t block : {1, 2, 1, 2}) {
+      const auto made = runner.run(block, {h, context, keys});
+      h = made[0];
+      keys = made[1];
+      runner.add_loss(runner.run(3, {h})[0]);
+    }
+    runner.backward(boundary);
+  }
+};
+
+void compare_with_eager(const std::vector<std::string>& recompute, at::ScalarType dtype) {
+  SmallDraft eager(false, recompute, dtype), recorded(true, recompute, dtype);
+  at::manual_seed(11);
+  for (int window = 0; window < 3; ++window) {
+    eager.bench.window();
+    recorded.bench.window();
+    for (int micro = 0; micro < 3; ++micro) {
+      const int64_t rows = window == 2 && micro == 1 ? 7 : 5;  // another shape in between
+      const at::Tensor x = random({rows, 4}).to(dtype), features = random({6, 3}).to(dtype);
+      eager.micro_step(x, features, micro == 2);
+      recorded.micro_step(x, features, micro == 2);
+    }
+    CHECK(at::equal(eager.bench.runner->loss_sum(), recorded.bench.runner->loss_sum()));
+    const Tensors expected = eager.bench.sharding.end_window(), found = recorded.bench.sharding.end_window();
+    REQUIRE(expected.size() == found.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      CAPTURE(window);
+      CAPTURE(i);
+      CHECK(at::isfinite(expected[i]).all().item<bool>());
+      CHECK(at::equal(expected[i], found[i]));
+    }
+    for (size_t i = 0; i < expected.size(); ++i) {  // as an optimizer would: in place
+      at::NoGradGuard no_grad;
+      eager.bench.sharding.shards()[i].local.mul_(0.9).add_(0.01);
+      recorded.bench.sharding.shards()[i].local.mul_(0.9).add_(0.01);
+    }
+  }
+  const sf::BlockCapture::Counts counts = recorded.bench.runner->capture_counts();
+  CHECK(counts.shapes == 1);     // the other one was met once, and ran eagerly
+  CHECK(counts.uses == 4);
+  CHECK(counts.graphs == 8);
+  CHECK(counts.replays == 6 * 8);
+  CHECK(recorded.recorder.recorded == 8);
+  CHECK(recorded.bench.runner->captured_units() == 2);
+  CHECK(eager.bench.sharding.calls == recorded.bench.sharding.calls);
+}
+
+}  // namespace
+
+TEST_CASE("capture: recorded blocks give the losses and gradients of eager ones, bit for bit, over windows and shapes") {
+  compare_with_eager({}, at::kFloat);
+  compare_with_eager({}, at::kBFloat16);
+}
+
+TEST_CASE("capture: a block that is recomputed is recorded with its second forward") {
+  compare_with_eager({"block.*"}, at::kFloat);
+  compare_with_eager({"block.1"}, at::kFloat);
+}
+
+TEST_CASE("capture: a shape too many ends the run and says what to do (K3)") {
+  SmallDraft draft(true, {}, at::kFloat, 2);
+  for (const int64_t rows : {3, 4, 3, 4, 3}) {
+    draft.micro_step(random({rows, 4}), random({6, 3}), false);
+  }
+  CHECK_THROWS_WITH_AS(draft.micro_step(random({5, 4}), random({6, 3}), false), doctest::Contains("[K3] training.compile_blocks: unit 'block.0' meets shape number 3, and 2 are recorded at most"),
+                       sf::Error);
+  draft.bench.window();
+  draft.micro_step(random({4, 4}), random({6, 3}), true);  // what was recorded before still serves
+  CHECK(draft.bench.runner->capture_counts().shapes == 2);
+}
+
+TEST_CASE("capture: evaluation is never recorded") {
+  SmallDraft draft(true, {}, at::kFloat);
+  sf::TapeRunner& runner = *draft.bench.runner;
+  runner.begin_evaluation({});
+  for (int batch = 0; batch < 3; ++batch) {
+    runner.begin_micro_step();
+    const TapeValue context = runner.run(0, {runner.constant(random({6, 3}))})[0];
+    (void)runner.run(1, {runner.constant(random({5, 4})), context, runner.constant(random({5, 4}))});
+  }
+  runner.end_evaluation();
+  CHECK(draft.recorder.recorded == 0);
+}
+
+TEST_CASE("capture: inputs of another form behind a known first block are an error, not another draft's values") {
+  SmallDraft draft(true, {}, at::kFloat);
+  for (int i = 0; i < 3; ++i) {
+    draft.micro_step(random({5, 4}), random({6, 3}), false);
+  }
+  sf::TapeRunner& runner = *draft.bench.runner;
+  runner.begin_micro_step();
+  const TapeValue context = runner.run(0, {runner.constant(random({6, 3}))})[0];
+  const auto made = runner.run(1, {runner.constant(random({5, 4})), context, runner.constant(random({5, 4}))});
+  CHECK_THROWS_WITH_AS((void)runner.run(2, {runner.constant(random({7, 4})), context, made[1]}), doctest::Contains("has other inputs than in earlier micro-steps"), sf::Error);
 }

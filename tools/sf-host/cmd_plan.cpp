@@ -16,9 +16,17 @@ ExitCode run_plan(const Command& command) {
   for (const SizeLine& line : session.engine().sizes(session.context())) {
     sizes.push_back({line.name, line.bytes, line.detail});
   }
-  std::fputs(command.json ? (plan_json(session.resolved(), sizes).dump(2) + "\n").c_str()
-                          : plan_text(session.resolved(), sizes).c_str(),
-             stdout);
+  const std::vector<std::string> slow_paths = session.engine().slow_paths(session.context());
+  if (command.json) {
+    Json json = plan_json(session.resolved(), sizes);
+    json.set("slow_paths", Json::array_of(slow_paths));
+    std::puts(json.dump(2).c_str());
+  } else {
+    std::fputs(plan_text(session.resolved(), sizes).c_str(), stdout);
+    if (!slow_paths.empty()) {
+      std::printf("slower paths on this GPU\n  %s\n", join(slow_paths, "\n  ").c_str());
+    }
+  }
   session.close();
   return ExitCode::kOk;
 }

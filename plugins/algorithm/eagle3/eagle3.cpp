@@ -50,6 +50,7 @@ Description Eagle3::describe(const ModelFacts& facts) {
   add("fusion", "", "root", fusion_parameters(config_), std::make_unique<FusionUnit>(config_));
   add("midlayer", "midlayer.", "midlayer", draft::unroll_block_parameters(shape, layers.initializer_range),
       std::make_unique<draft::UnrollBlock>(shape));
+  description_.units.back().saved_columns = draft::unroll_block_saved_columns(shape, options_.ttt_length);
   add("objective", "", "root", distill_parameters(config_), std::make_unique<DistillUnit>(config_, options_));
   if (options_.train_embedding) {
     add("embedding", "", "root", embedding_parameters(config_), std::make_unique<EmbeddingUnit>());

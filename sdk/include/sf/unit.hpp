@@ -40,6 +40,7 @@ struct UnitSpec {
   std::string prefix;            // of its parameters' names in checkpoints and exports: "layers.0."
   std::string shard_group;       // units of one group are gathered and reduced together; a block is its own, the rest is "root"
   std::vector<ParameterSpec> parameters;
+  int64_t saved_columns = 0;     // elements that a use keeps of each of its rows until backward, for size estimates; 0: from the parameters' shapes
 };
 
 /// What a unit's forward may touch.
