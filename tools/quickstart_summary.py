@@ -104,11 +104,26 @@ this token right, too. Losses are each algorithm's own and can't be compared.
     return text + f"\nlook closer:\n  {host} eval {results[0]['recipe']} --checkpoint best\n"
 
 
+def decoding(report: dict, out: Path) -> str:
+    text = f"""
+decoding {report['prompts']} held-out prompts with the drafts: {report['lossless_text']}
+"""
+    for draft in report["drafts"]:
+        length = draft["acceptance_length"]
+        text += f"  {draft['name']:<20} acceptance length {length['value']:.3f} ({length['low']:.3f} to {length['high']:.3f}), hit rates " + \
+                " ".join(f"{place['rate']:.3f}" for place in draft["per_position"]) + f", estimated speed-up {draft['speedup_estimated']:.2f}\n"
+    return text + f"  report: {out / 'speculative.html'}\n"
+
+
 def main() -> None:
     out, host, runs = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     results = [summarize(out, run) for run in runs]
+    speculative = json.loads((out / f"{runs[0]}.speculative.json").read_text())
+    for result, draft in zip(results, speculative["drafts"]):
+        result["decoding"] = {key: draft[key] for key in ("acceptance_length", "per_position", "speedup_estimated", "teacher_forced")} | {
+            "lossless": speculative["lossless"], "prompts": speculative["prompts"]}
     (out / "summary.json").write_text(json.dumps(results[0] if len(results) == 1 else {"runs": results}, indent=2) + "\n")
-    print(report(results[0], host) if len(results) == 1 else table(results, host))
+    print(report(results[0], host) if len(results) == 1 else table(results, host), decoding(speculative, out), sep="")
 
 
 if __name__ == "__main__":

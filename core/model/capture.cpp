@@ -35,12 +35,6 @@ at::ScalarType stored_type(Dtype dtype) {
   }
 }
 
-at::ScalarType compute_type(const TargetConfig& config, at::Device device) {
-  if (device.is_cpu()) return at::kFloat;
-  if (config.dtype == "bfloat16") return at::kBFloat16;
-  return config.dtype == "float16" ? at::kHalf : at::kFloat;
-}
-
 // A line every few seconds: how far, how fast, how long still.
 class Progress {
  public:

@@ -4,12 +4,14 @@
 
 #include "core/base/error.hpp"
 #include "core/data/weight_folder.hpp"
+#include "core/model/skinny_product.hpp"
 #include "core/model/tensor_view.hpp"
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <utility>
 
@@ -93,7 +95,100 @@ at::Tensor rotate(const at::Tensor& x_bntd, const at::Tensor& cos_tr, const at::
   return at::cat({turned, x_bntd.narrow(-1, rotary, x_bntd.size(-1) - rotary)}, -1);
 }
 
+// What one pass adds to a cache and sees of it, the same for every layer.
+struct CachePlace {
+  KeyValueCache* cache = nullptr;
+  std::vector<int64_t> rows;
+  bool are_all_rows = false;   // rows are 0 .. rows - 1, so no copy is needed to read them
+  int64_t seen = 0;            // keys that the longest row sees
+  at::Tensor positions_bt;     // int64
+  at::Tensor places;           // int64 [b * m * t], into [rows * m * capacity]
+  at::Tensor rows_b;           // int64
+  at::Tensor hidden_b1qs;      // float, 0 or minus infinity; q = query heads of a key-value head x tokens
+};
+
+CachePlace place_in_cache(const TargetRequest& request, const TargetConfig& config, const at::Tensor& like) {
+  KeyValueCache& cache = *request.cache;
+  const int64_t b = request.input_ids_bt.size(0), t = request.input_ids_bt.size(1);
+  const int64_t m = config.num_key_value_heads, group = config.num_attention_heads / m;
+  CachePlace place;
+  place.cache = &cache;
+  place.rows = request.rows;
+  if (place.rows.empty()) {
+    for (int64_t i = 0; i < b; ++i) place.rows.push_back(i);
+  }
+  SF_CHECK(static_cast<int64_t>(place.rows.size()) == b && static_cast<int64_t>(request.starts.size()) == b,
+           "{} rows and {} starts for a batch of {}", place.rows.size(), request.starts.size(), b);
+  place.are_all_rows = true;
+  for (int64_t i = 0; i < b; ++i) {
+    const int64_t row = place.rows[static_cast<size_t>(i)], start = request.starts[static_cast<size_t>(i)];
+    SF_CHECK(row >= 0 && row < cache.rows && start >= 0 && start + t <= cache.capacity,
+             "tokens {} to {} of sequence {} in a cache for {} sequences of {} tokens", start, start + t, row, cache.rows,
+             cache.capacity);
+    place.are_all_rows = place.are_all_rows && row == i;
+    place.seen = std::max(place.seen, start + t);
+  }
+  place.are_all_rows = place.are_all_rows && b == cache.rows;
+  const auto integers = at::TensorOptions().dtype(at::kLong);
+  const at::Tensor starts_b = at::tensor(request.starts, integers);
+  const at::Tensor rows_b = at::tensor(place.rows, integers);
+  const at::Tensor positions = starts_b.unsqueeze(1) + at::arange(t, integers);
+  const at::Tensor heads = rows_b.unsqueeze(1) * m + at::arange(m, integers);  // [b, m]
+  const at::Tensor places = heads.unsqueeze(2) * cache.capacity + positions.unsqueeze(1);
+  const at::Tensor hidden = at::arange(place.seen, integers).view({1, 1, -1}) > positions.unsqueeze(2);  // [b, t, s]
+  const at::Tensor mask = at::zeros(hidden.sizes(), at::kFloat).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+  place.positions_bt = positions.to(like.device());
+  place.places = places.reshape({-1}).to(like.device());
+  place.rows_b = rows_b.to(like.device());
+  place.hidden_b1qs = mask.view({b, 1, t, place.seen})
+                          .expand({b, group, t, place.seen})
+                          .reshape({b, 1, group * t, place.seen})
+                          .to(like.device(), like.scalar_type());
+  return place;
+}
+
+// Attention of new tokens over what the cache holds of their sequences, themselves included. Query heads that share keys are rows of one product,
+// so keys are read once and never copied for each head.
+at::Tensor attend_cached(const CachePlace& place, int64_t layer, const at::Tensor& query_bntd, const at::Tensor& key_bmtd,
+                         const at::Tensor& value_bmtd) {
+  const int64_t b = query_bntd.size(0), n = query_bntd.size(1), t = query_bntd.size(2), d = query_bntd.size(3), m = key_bmtd.size(1);
+  const auto put = [&](const at::Tensor& into, const at::Tensor& rows) {
+    into.view({-1, d}).index_copy_(0, place.places, rows.reshape({-1, d}));
+    const at::Tensor seen = into.narrow(2, 0, place.seen);
+    return place.are_all_rows ? seen : seen.index_select(0, place.rows_b);
+  };
+  const at::Tensor keys = put(place.cache->keys_bmtd[static_cast<size_t>(layer)], key_bmtd);
+  const at::Tensor values = put(place.cache->values_bmtd[static_cast<size_t>(layer)], value_bmtd);
+  const at::Tensor query = query_bntd.reshape({b, m, n / m * t, d});
+  const at::Tensor attended = at::scaled_dot_product_attention(query, keys, values, place.hidden_b1qs, 0.0, false);
+  return attended.reshape({b, n, t, d});
+}
+
 }  // namespace
+
+KeyValueCache KeyValueCache::copy() const {
+  KeyValueCache other{.rows = rows, .capacity = capacity};
+  for (const at::Tensor& keys : keys_bmtd) other.keys_bmtd.push_back(keys.clone());
+  for (const at::Tensor& values : values_bmtd) other.values_bmtd.push_back(values.clone());
+  return other;
+}
+
+KeyValueCache KeyValueCache::select(const std::vector<int64_t>& wanted) const {
+  KeyValueCache other{.rows = static_cast<int64_t>(wanted.size()), .capacity = capacity};
+  if (empty()) return other;
+  const at::Tensor rows_b = at::tensor(wanted, at::kLong).to(keys_bmtd[0].device());
+  for (const at::Tensor& keys : keys_bmtd) other.keys_bmtd.push_back(keys.index_select(0, rows_b));
+  for (const at::Tensor& values : values_bmtd) other.values_bmtd.push_back(values.index_select(0, rows_b));
+  return other;
+}
+
+int64_t KeyValueCache::bytes() const {
+  int64_t sum = 0;
+  for (const auto* list : {&keys_bmtd, &values_bmtd}) {
+    for (const at::Tensor& tensor : *list) sum += static_cast<int64_t>(tensor.nbytes());
+  }
+  return sum;
+}
 
 struct Target::Weights {
   TargetConfig config;
@@ -109,6 +204,49 @@ Target::~Target() = default;
 
 const TargetConfig& Target::config() const {
   return weights_->config;
+}
+
+at::ScalarType compute_type(const TargetConfig& config, at::Device device) {
+  if (device.is_cpu()) return at::kFloat;
+  if (config.dtype == "bfloat16") return at::kBFloat16;
+  return config.dtype == "float16" ? at::kHalf : at::kFloat;
+}
+
+at::ScalarType Target::dtype() const {
+  return weights_->embedding_vh.scalar_type();
+}
+
+at::Device Target::device() const {
+  return weights_->embedding_vh.device();
+}
+
+int64_t Target::bytes_read() const {
+  int64_t sum = weights_->head_vh.defined() ? static_cast<int64_t>(weights_->head_vh.nbytes()) : 0;
+  for (const Layer& layer : weights_->layers) {
+    for (const at::Tensor* tensor : {&layer.qkv_weight, &layer.output_weight, &layer.gate_up_weight, &layer.down_weight}) {
+      sum += static_cast<int64_t>(tensor->nbytes());
+    }
+  }
+  return sum;
+}
+
+KeyValueCache Target::new_cache(int64_t rows, int64_t capacity) const {
+  const TargetConfig& config = weights_->config;
+  KeyValueCache cache{.rows = rows, .capacity = capacity};
+  for (size_t i = 0; i < weights_->layers.size(); ++i) {
+    for (auto* list : {&cache.keys_bmtd, &cache.values_bmtd}) {
+      list->push_back(at::zeros({rows, config.num_key_value_heads, capacity, config.head_dim}, weights_->embedding_vh.options()));
+    }
+  }
+  return cache;
+}
+
+void Target::extend_cache(KeyValueCache& cache, int64_t capacity) const {
+  if (capacity <= cache.capacity) return;
+  for (auto* list : {&cache.keys_bmtd, &cache.values_bmtd}) {
+    for (at::Tensor& tensor : *list) tensor = at::constant_pad_nd(tensor, {0, 0, 0, capacity - cache.capacity}, 0);
+  }
+  cache.capacity = capacity;
 }
 
 Target Target::load(const TargetOptions& options) {
@@ -206,20 +344,20 @@ TargetStates Target::forward(const TargetRequest& request) const {
   states.layers_bth.resize(request.layer_ids.size());
   at::Tensor x_bth = at::embedding(w.embedding_vh, request.input_ids_bt.to(w.embedding_vh.device()));
   // Angles in float32; cos and sin are rounded once, to the type of computation.
-  const at::Tensor positions = at::arange(t, w.inverse_frequencies.options());
-  const at::Tensor half_tr = at::outer(positions, w.inverse_frequencies);
+  std::optional<CachePlace> place;
+  if (request.cache != nullptr) place = place_in_cache(request, config, x_bth);
+  // [t, r], or [b, 1, t, r] when each sequence has positions of its own.
+  const at::Tensor positions = place ? place->positions_bt.unsqueeze(1).to(at::kFloat) : at::arange(t, w.inverse_frequencies.options());
+  const at::Tensor half_tr = positions.unsqueeze(-1) * w.inverse_frequencies;
   const at::Tensor angles_tr = at::cat({half_tr, half_tr}, -1);
   const at::Tensor cos_tr = (angles_tr.cos() * config.rope.attention_scaling).to(x_bth.scalar_type());
   const at::Tensor sin_tr = (angles_tr.sin() * config.rope.attention_scaling).to(x_bth.scalar_type());
-  const auto optional = [](const at::Tensor& tensor) {
-    return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-  };
 
   for (int64_t i = 0; i < layers_run; ++i) {
     const Layer& layer = w.layers[static_cast<size_t>(i)];
     const at::Tensor attention_in = rms_norm(x_bth, layer.input_norm_h, config.rms_norm_eps);
     const at::Tensor qkv =
-        at::linear(attention_in, layer.qkv_weight, optional(layer.qkv_bias)).view({b, t, n + 2 * m, d});
+        skinny_linear(attention_in, layer.qkv_weight, layer.qkv_bias).view({b, t, n + 2 * m, d});
     at::Tensor query = qkv.narrow(2, 0, n);
     at::Tensor key = qkv.narrow(2, n, m);
     const at::Tensor value = qkv.narrow(2, n + m, m).transpose(1, 2);
@@ -234,23 +372,28 @@ TargetStates Target::forward(const TargetRequest& request) const {
       return n == m ? x_bmtd : x_bmtd.unsqueeze(2).expand({b, m, n / m, t, d}).reshape({b, n, t, d});
     };
     const at::Tensor attended =
-        at::scaled_dot_product_attention(query, for_all_heads(key), for_all_heads(value), /*attn_mask=*/{},
-                                         /*dropout_p=*/0.0, /*is_causal=*/true);
-    x_bth = x_bth + at::linear(attended.transpose(1, 2).reshape({b, t, n * d}), layer.output_weight,
-                               optional(layer.output_bias));
+        place ? attend_cached(*place, i, query, key, value)
+              : at::scaled_dot_product_attention(query, for_all_heads(key), for_all_heads(value), /*attn_mask=*/{},
+                                                 /*dropout_p=*/0.0, /*is_causal=*/true);
+    x_bth = x_bth + skinny_linear(attended.transpose(1, 2).reshape({b, t, n * d}), layer.output_weight, layer.output_bias);
     const at::Tensor mlp_in = rms_norm(x_bth, layer.post_norm_h, config.rms_norm_eps);
-    const at::Tensor gate_up = at::linear(mlp_in, layer.gate_up_weight, optional(layer.gate_up_bias));
+    const at::Tensor gate_up = skinny_linear(mlp_in, layer.gate_up_weight, layer.gate_up_bias);
     const at::Tensor active =
         at::silu(gate_up.narrow(-1, 0, config.intermediate_size))
             .mul_(gate_up.narrow(-1, config.intermediate_size, config.intermediate_size));
-    x_bth = x_bth + at::linear(active, layer.down_weight, optional(layer.down_bias));
+    x_bth = x_bth + skinny_linear(active, layer.down_weight, layer.down_bias);
     for (size_t j = 0; j < request.layer_ids.size(); ++j) {
       if (request.layer_ids[j] == i) states.layers_bth[j] = x_bth;
     }
   }
   if (to_the_end) {
     at::Tensor last = rms_norm(x_bth, w.final_norm_h, config.rms_norm_eps);
-    if (request.logits) states.logits_btv = at::linear(last, w.head_vh);
+    if (request.logits) {
+      const at::Tensor asked = request.logit_places_r.defined()
+                                   ? last.reshape({-1, last.size(-1)}).index_select(0, request.logit_places_r.to(last.device()))
+                                   : last;
+      states.logits_btv = skinny_linear(asked, w.head_vh, {});
+    }
     if (request.last_state) states.last_state_bth = std::move(last);
   }
   return states;

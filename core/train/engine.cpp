@@ -52,6 +52,13 @@ class EngineLibrary final : public Engine {
   Json export_draft(const EngineContext& context, const ExportArguments& arguments) override {
     return guarded(context, [&] { return sf::export_draft(context, arguments); });
   }
+  Json generate(const EngineContext& context, const GenerateArguments& arguments) override {
+    return guarded(context, [&] { return generate_answers(context, arguments); });
+  }
+  Json speculate(const std::vector<SpeculativeDraft>& drafts, const SpeculateArguments& arguments) override {
+    SF_CHECK(!drafts.empty(), "no draft to decode with");
+    return guarded(*drafts.front().context, [&] { return evaluate_speculative(drafts, arguments); });
+  }
   Json bench(const EngineContext& context, const BenchArguments& arguments) override {
     return on_ranks(context, [&](Ranks& ranks) { return sf::bench(context, arguments, ranks); });
   }

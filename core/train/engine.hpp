@@ -64,6 +64,42 @@ struct EvalArguments {
 struct ExportArguments {
   std::string checkpoint = "best";   // "best" (newest when there is none), "auto" (newest) or a folder
   std::string output;                // folder to make
+  bool check = true;                 // read it back and compare what it drafts with the checkpoint's draft
+  bool write = true;                 // false: the folder is there already, only check it
+  std::string features;              // recorded features to replay; empty: the recipe's held-out ones, else its training ones
+};
+
+struct GenerateArguments {
+  std::string prompts;               // JSONL of token records; empty: data.train_data_path
+  std::string output;                // JSONL to write; its report stands beside it
+  int64_t max_prompts = 0;           // the first so many; 0: all
+  int64_t max_new_tokens = 256;
+  int64_t batch_size = 16;
+  double temperature = 0, top_p = 1;
+  int64_t top_k = 0;
+  int64_t seed = 0;
+  std::string stop_tokens;           // "2,5", "none"; empty: as the target's configuration says
+};
+
+/// A draft to decode with: an exported folder, or a checkpoint of the context's run.
+struct SpeculativeDraft {
+  std::string name;
+  const EngineContext* context = nullptr;
+  std::string folder;                // of an export; empty: a checkpoint
+  std::string checkpoint = "best";
+};
+
+struct SpeculateArguments {
+  std::string prompts;               // JSONL of token records; empty: data.eval_data_path
+  int64_t max_prompts = 0;
+  int64_t max_new_tokens = 64;
+  int64_t batch_size = 16;
+  int64_t draft_tokens = 0;          // drafted in a pass; 0: as many as the draft was trained for
+  std::vector<int64_t> sweep;        // other numbers of drafted tokens, each a run of its own
+  bool use_schedule = false;         // drafts end where the draft's own confidence says so
+  double draft_cost = 0;             // of a draft's pass, in passes of the target, for the estimate; 0: bytes of weights that each reads
+  std::string stop_tokens;
+  std::string page;                  // HTML to write; empty: none
 };
 
 struct BenchArguments {
@@ -99,6 +135,11 @@ class Engine {
   virtual Json capture(const EngineContext&, const CaptureArguments&) = 0;
   virtual Json evaluate(const EngineContext&, const EvalArguments&) = 0;
   virtual Json export_draft(const EngineContext&, const ExportArguments&) = 0;
+  /// The target's answers to prompts, as token records.
+  virtual Json generate(const EngineContext&, const GenerateArguments&) = 0;
+  /// Speculative decoding with each draft on the same prompts; the target is the first one's. "lossless": false when an output differs from the
+  /// target's own.
+  virtual Json speculate(const std::vector<SpeculativeDraft>&, const SpeculateArguments&) = 0;
   /// How fast the recipe's run is on random data: docs/benchmarks/README.md says what each figure means.
   virtual Json bench(const EngineContext&, const BenchArguments&) = 0;
 

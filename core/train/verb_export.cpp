@@ -9,6 +9,8 @@
 #include "core/export/hf_export.hpp"
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/decoding_setup.hpp"
+#include "core/train/export_check.hpp"
 #include "core/train/saved_run.hpp"
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
@@ -34,6 +36,18 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
     throw Error(ExitCode::kCheckpoint, run_folder.string() + " holds no complete checkpoint", "train first");
   }
   require_same_draft(*checkpoint, description.draft_config_json);
+  const auto checked = [&](Json summary) {
+    if (arguments.check) {
+      summary.set("check", check_export({.context = &context, .checkpoint = &*checkpoint, .folder = std::filesystem::absolute(arguments.output), .features = arguments.features}));
+    }
+    return summary;
+  };
+  if (!arguments.write) {
+    if (!std::filesystem::is_directory(arguments.output)) {
+      throw Error(ExitCode::kUsage, arguments.output + " is no folder", "--check-only looks at an export that is there");
+    }
+    return checked(Json::object({{"folder", std::filesystem::absolute(arguments.output).string()}, {"step", checkpoint->state().step}}));
+  }
 
   const ExportSpec spec = algorithm.export_spec();
   HfExport request;
@@ -70,6 +84,7 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
     request.origin.set(best->metric, best->score);
   }
   request.origin.set("target_fingerprint", checkpoint->state().target_fingerprint);
+  request.origin.set("algorithm", plan.get<std::string>("algorithm.name")).set("drafted_tokens", trained_tokens(description));
   write_hf_export(request);
   log_info("exported step {} ({} parameters, {}) to {}", checkpoint->state().step, human_count(static_cast<uint64_t>(parameters)), request.dtype,
            request.folder.string());
@@ -78,7 +93,7 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
   Json json = Json::object();
   json.set("folder", request.folder.string()).set("step", checkpoint->state().step).set("parameters", parameters);
   json.set("engine_note", spec.engine_note);
-  return json;
+  return checked(std::move(json));
 }
 
 }  // namespace sf

@@ -22,6 +22,10 @@ std::vector<CaptureRead> capture_reads(const EngineContext& context);
 Json evaluate_checkpoint(const EngineContext& context, const EvalArguments& arguments);
 /// A folder that serving engines load.
 Json export_draft(const EngineContext& context, const ExportArguments& arguments);
+/// The target's answers to prompts, written as token records.
+Json generate_answers(const EngineContext& context, const GenerateArguments& arguments);
+/// Speculative decoding with several drafts beside plain decoding, and what it says about them.
+Json evaluate_speculative(const std::vector<SpeculativeDraft>& drafts, const SpeculateArguments& arguments);
 /// Times, memory and rates of the recipe's run on random data.
 Json bench(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks);
 /// Bytes by kind on the rank that holds most, from the algorithm's description and the backend's own account; the last line is their sum. The

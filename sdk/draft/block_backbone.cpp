@@ -4,12 +4,17 @@
 
 #include "sdk/draft/block.hpp"
 #include "sdk/draft/block_rows.hpp"
+#include "sdk/draft/draft_memory.hpp"
 #include "sf/error.hpp"
+
+#include <algorithm>
 
 namespace sf::draft {
 namespace {
 
 constexpr const char* kAnchorStream = "anchors";
+constexpr const char* kFeatures = "hidden_states";
+constexpr const char* kContextMemory = "context";
 
 }  // namespace
 
@@ -37,7 +42,7 @@ void BlockBackbone::describe(const BlockConfig& config, const BlockConvolution& 
   }
   description.reads = {{.name = "input_ids"},
                        {.name = "loss_mask"},
-                       {.name = "hidden_states", .columns = feature_columns, .layer_ids = config.target_layer_ids}};
+                       {.name = kFeatures, .columns = feature_columns, .layer_ids = config.target_layer_ids}};
   description.fields = {{.name = "anchors", .axis = Axis::slots}, {.name = "keep", .axis = Axis::slots}};
   description.rows_per_slot = config.block_size;
 }
@@ -57,38 +62,65 @@ void BlockBackbone::bind(const TargetTables& tables) {
 }
 
 // Embedding of the blocks: the known token in slot 0 of a live block, the mask token everywhere else. [b, q, h]
-at::Tensor BlockBackbone::noise(const Batch& batch) const {
-  const at::Tensor& anchors = batch.at("anchors");
-  const int64_t b = anchors.size(0), w = anchors.size(1), j = config_.block_size, h = config_.layers.hidden_size;
+at::Tensor BlockBackbone::noise(const at::Tensor& anchor_ids_bw, const at::Tensor& keep_bw) const {
+  const int64_t b = keep_bw.size(0), w = keep_bw.size(1), j = config_.block_size, h = config_.layers.hidden_size;
   const at::Tensor mask_row = tables_.embedding_vh.narrow(0, config_.mask_token_id, 1);
   at::Tensor rows = mask_row.view({1, 1, 1, h}).expand({b, w, j, h}).contiguous();
-  const at::Tensor known = at::where(batch.at("keep"), batch.at("anchor_ids"), config_.mask_token_id);
+  const at::Tensor known = at::where(keep_bw, anchor_ids_bw, config_.mask_token_id);
   rows.select(2, 0).copy_(tables_.embedding_vh.index_select(0, known.reshape({-1})).view({b, w, h}));
   return rows.view({b, w * j, h});
 }
 
-TapeValue BlockBackbone::run(Runner& runner, const Batch& batch) const {
-  const at::Tensor& anchors = batch.at("anchors");
-  const at::Tensor features = batch.at("hidden_states").to(tables_.embedding_vh.scalar_type());
-  const int64_t b = features.size(0), s = features.size(1), j = config_.block_size, q = anchors.size(1) * j;
+// All inputs of a block but the context, which comes from a unit.
+std::vector<at::Tensor> BlockBackbone::block_inputs(const Rows& rows) const {
   const Rope& rope = config_.layers.rope;
-
-  const TapeValue context = runner.run(0, {runner.constant(features)})[0];
-  const auto integers = anchors.options();
-  const Angles there = rope_angles(at::arange(s, integers).unsqueeze(0), inverse_frequencies_, rope.attention_scaling);
-  const at::Tensor positions = at::add(anchors.unsqueeze(-1), at::arange(j, integers)).view({b, q});
+  const auto integers = rows.anchors_bw.options();
+  const Angles there = rope_angles(at::arange(rows.context_tokens, integers).unsqueeze(0), inverse_frequencies_, rope.attention_scaling);
+  const at::Tensor positions = at::add(rows.anchors_bw.unsqueeze(-1), at::arange(config_.block_size, integers)).view({rows.noise_bqh.size(0), -1});
   const Angles here = rope_angles(positions, inverse_frequencies_, rope.attention_scaling);
+  std::vector<at::Tensor> inputs(kBlockInputs);
+  inputs[kRowsIn] = rows.noise_bqh;
+  inputs[kContextCos] = there.cos;
+  inputs[kContextSin] = there.sin;
+  inputs[kRowsCos] = here.cos;
+  inputs[kRowsSin] = here.sin;
+  inputs[kAnchors] = rows.anchors_bw;
+  inputs[kKeep] = rows.keep_bw;
+  return inputs;
+}
+
+TapeValue BlockBackbone::run(Runner& runner, const Batch& batch) const {
+  const at::Tensor &anchors = batch.at("anchors"), &keep = batch.at("keep");
+  const at::Tensor features = batch.at(kFeatures).to(tables_.embedding_vh.scalar_type());
+  const std::vector<at::Tensor> given = block_inputs(
+      {.noise_bqh = noise(batch.at("anchor_ids"), keep), .anchors_bw = anchors, .keep_bw = keep, .context_tokens = features.size(1)});
   std::vector<TapeValue> inputs(kBlockInputs);
-  inputs[kRowsIn] = runner.constant(noise(batch));
-  inputs[kContext] = context;
-  inputs[kContextCos] = runner.constant(there.cos);
-  inputs[kContextSin] = runner.constant(there.sin);
-  inputs[kRowsCos] = runner.constant(here.cos);
-  inputs[kRowsSin] = runner.constant(here.sin);
-  inputs[kAnchors] = runner.constant(anchors);
-  inputs[kKeep] = runner.constant(batch.at("keep"));
+  inputs[kContext] = runner.run(0, {runner.constant(features)})[0];
+  for (size_t i = 0; i < kBlockInputs; ++i) {
+    if (i != kContext) {
+      inputs[i] = runner.constant(given[i]);
+    }
+  }
   for (int64_t i = 0; i < config_.layers.layers; ++i) {
     inputs[kRowsIn] = runner.run(1 + i, inputs)[0];
+  }
+  return inputs[kRowsIn];
+}
+
+void BlockBackbone::remember(DraftUnits& units, DraftMemory& memory, const SeenTokens& seen) const {
+  put_rows(memory, kContextMemory, units.run(0, {seen.features.at(kFeatures)})[0], seen);
+}
+
+at::Tensor BlockBackbone::draft_rows(DraftUnits& units, const DraftMemory& memory, const DraftQuestion& question) const {
+  const at::Tensor& context = memory.tensors.at(kContextMemory);
+  const at::Tensor anchors_bw = question.positions_b.unsqueeze(1);
+  const at::Tensor keep_bw = at::ones(anchors_bw.sizes(), anchors_bw.options().dtype(at::kBool));
+  const int64_t seen = std::max<int64_t>(1, question.positions_b.max().item<int64_t>());  // rows behind a sequence's known token are hidden from it
+  std::vector<at::Tensor> inputs = block_inputs(
+      {.noise_bqh = noise(question.known_ids_b.unsqueeze(1), keep_bw), .anchors_bw = anchors_bw, .keep_bw = keep_bw, .context_tokens = seen});
+  inputs[kContext] = context.narrow(1, 0, seen).contiguous();
+  for (int64_t i = 0; i < config_.layers.layers; ++i) {
+    inputs[kRowsIn] = units.run(1 + i, inputs)[0];
   }
   return inputs[kRowsIn];
 }

@@ -13,6 +13,7 @@
 
 #include "sdk/draft/block_config.hpp"
 #include "sf/algorithm.hpp"
+#include "sf/drafter.hpp"
 
 namespace sf::draft {
 
@@ -33,13 +34,23 @@ class BlockBackbone {
   /// before the last norm.
   [[nodiscard]] TapeValue run(Runner& runner, const Batch& batch) const;
 
+  /// Decoding. Keeps the context of tokens that the target has gone through.
+  void remember(DraftUnits& units, DraftMemory& memory, const SeenTokens& seen) const;
+  /// One block for each sequence, its known token at question.positions_b: rows of the last block [b, j, h], before the last norm.
+  [[nodiscard]] at::Tensor draft_rows(DraftUnits& units, const DraftMemory& memory, const DraftQuestion& question) const;
+
   [[nodiscard]] const TargetTables& tables() const { return tables_; }
   [[nodiscard]] bool on_gpu() const { return tables_.embedding_vh.defined() && tables_.embedding_vh.is_cuda(); }
   /// Of the unit that follows the blocks.
   [[nodiscard]] int64_t next_unit() const { return 1 + config_.layers.layers; }
 
  private:
-  at::Tensor noise(const Batch& batch) const;
+  at::Tensor noise(const at::Tensor& anchor_ids_bw, const at::Tensor& keep_bw) const;
+  struct Rows {
+    at::Tensor noise_bqh, anchors_bw, keep_bw;
+    int64_t context_tokens = 0;
+  };
+  std::vector<at::Tensor> block_inputs(const Rows& rows) const;
 
   BlockConfig config_;
   TargetTables tables_;

@@ -49,6 +49,7 @@ void BlockMetrics::walk(const std::string& name, const at::Tensor& accepted_c) {
 void BlockMetrics::acceptance(const Chain& drafted) {
   length("acceptance_length", drafted.length_c);
   runner_.add_metric("acceptance/prefix_survival", drafted.accepted_cp.sum(0), blocks_.expand({drafted.accepted_cp.size(1)}));
+  walk("acceptance/walk_length", drafted.length_c);
 }
 
 }  // namespace sf::draft

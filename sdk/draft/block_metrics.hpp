@@ -39,7 +39,8 @@ class BlockMetrics {
   /// 1 + mean number of accepted tokens over blocks that have something to accept.
   void length(const std::string& name, const at::Tensor& accepted_c);
   void walk(const std::string& name, const at::Tensor& accepted_c);
-  /// "acceptance_length" and "acceptance/prefix_survival" per position: one definition for all drafts.
+  /// "acceptance_length", "acceptance/prefix_survival" per position, and "acceptance/walk_length", which counts only the blocks that decoding would come
+  /// to, one after the other: one definition for all drafts.
   void acceptance(const Chain& drafted);
 
  private:

@@ -13,6 +13,20 @@
 
 namespace sf {
 
+/// generate, eval --speculative
+struct DecodingFlags {
+  std::string prompts, stop_tokens;
+  std::int64_t max_prompts = 0, max_new_tokens = 0, batch_size = 16;
+  double temperature = 0, top_p = 1;                  // generate
+  std::int64_t top_k = 0, seed = 0;                   // generate
+  bool speculative = false;                           // eval
+  std::vector<std::string> drafts;                    // eval: exported folders
+  std::int64_t draft_tokens = 0;                      // eval
+  std::string sweep, page;                            // eval
+  bool schedule = false;                              // eval
+  double draft_cost = 0;                              // eval
+};
+
 struct Command {
   std::string verb;
   std::vector<std::string> positional;  // recipe, or a plugin's name
@@ -24,7 +38,9 @@ struct Command {
   std::string resume, init_from;          // train
   LaunchFlags launch;                     // train, plan
   std::string checkpoint, features;       // eval, export
-  std::string output;                     // export
+  std::string output;                     // export, generate
+  bool no_check = false, check_only = false;  // export
+  DecodingFlags decoding;
   std::string split = "all";              // capture
   std::string readers;                    // capture --for: algorithms and recipes, with commas
   std::int64_t workers = 0;               // prepare
@@ -57,6 +73,7 @@ ExitCode run_prepare(const Command& command);
 ExitCode run_capture(const Command& command);
 ExitCode run_eval(const Command& command);
 ExitCode run_export(const Command& command);
+ExitCode run_generate(const Command& command);
 ExitCode run_schema(const Command& command);
 ExitCode run_doctor(const Command& command);
 ExitCode run_bench(const Command& command);

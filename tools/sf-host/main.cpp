@@ -73,15 +73,16 @@ struct Verb {
   bool takes_recipe;
 };
 
-constexpr std::array<Verb, 11> kVerbs = {{
+constexpr std::array<Verb, 12> kVerbs = {{
     {"train", "RECIPE", "train a draft as the recipe says", run_train, true},
     {"plan", "RECIPE", "print what a run would do: stack, values with origin, sizes; start nothing", run_plan,
      true},
     {"prepare", "RECIPE", "make the recipe's token records, with loss masks, from its chat records", run_prepare, true},
     {"capture", "RECIPE", "run the target over the recipe's token records and keep its hidden states",
      run_capture, true},
-    {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features", run_eval, true},
-    {"export", "RECIPE", "write a checkpoint as the folder that serving engines load", run_export, true},
+    {"generate", "RECIPE", "let the target answer prompts: token records for training a draft on its own words", run_generate, true},
+    {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features; --speculative: decode with drafts", run_eval, true},
+    {"export", "RECIPE", "write a checkpoint as the folder that serving engines load, and check it", run_export, true},
     {"bench", "RECIPE | matrix RECIPE | summarize FILE...",
      "time the recipe's run on random data; matrix: variants in turn; summarize: results as a table", run_bench, true},
     {"checkpoints", "list | inspect | verify | diff | prune  RUN | CHECKPOINT...",
@@ -169,8 +170,41 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("features", po::value(&command.features)->value_name("FOLDER"),
         "other features than data.eval_hidden_states_path");
   }
+  DecodingFlags& decoding = command.decoding;
+  if (name == "eval") {
+    add("speculative", po::bool_switch(&decoding.speculative), "decode prompts with drafts, check every token, measure acceptance; the flags below belong to it");
+    add("draft", po::value(&decoding.drafts)->value_name("FOLDER")->composing(),
+        "an exported draft, any algorithm; several are compared on the same prompts (default: the recipe's --checkpoint, best)");
+    add("draft-tokens", po::value(&decoding.draft_tokens)->value_name("N"), "tokens drafted in a pass (default: as trained)");
+    add("sweep", po::value(&decoding.sweep)->value_name("N,N,..."), "also with these numbers of drafted tokens");
+    add("schedule", po::bool_switch(&decoding.schedule), "end a draft where its own confidence says so (DSpark)");
+    add("draft-cost", po::value(&decoding.draft_cost)->value_name("X"),
+        "a draft's pass in passes of the target, for the estimated speed-up (default: by bytes of weights)");
+    add("page", po::value(&decoding.page)->value_name("FILE"), "write the report as a self-contained HTML page");
+  }
+  if (name == "eval" || name == "generate") {
+    add("prompts", po::value(&decoding.prompts)->value_name("FILE"),
+        name == "eval" ? "token records whose prompts are decoded (default: data.eval_data_path)"
+                       : "token records whose prompts are answered (default: data.train_data_path)");
+    add("max-prompts", po::value(&decoding.max_prompts)->value_name("N"), "the first so many (default: all)");
+    add("max-new-tokens", po::value(&decoding.max_new_tokens)->value_name("N"), name == "eval" ? "of an answer (64)" : "of an answer (256)");
+    add("batch-size", po::value(&decoding.batch_size)->value_name("N"), "prompts at the same time (16)");
+    add("stop-tokens", po::value(&decoding.stop_tokens)->value_name("N,N,...|none"),
+        "tokens that end an answer (default: eos_token_id of the target's configuration)");
+  }
+  if (name == "generate") {
+    add("output", po::value(&command.output)->value_name("FILE"), "JSONL of token records to write; the report stands beside it");
+    add("temperature", po::value(&decoding.temperature)->value_name("X"), "0 (the default): always the best token");
+    add("top-p", po::value(&decoding.top_p)->value_name("X"), "sample from the fewest tokens with this probability together (1)");
+    add("top-k", po::value(&decoding.top_k)->value_name("N"), "sample from the N best tokens (0: all)");
+    add("seed", po::value(&decoding.seed)->value_name("N"), "of the samples (0); draws depend on seed, prompt and token alone");
+  }
   if (name == "export") {
     add("output", po::value(&command.output)->value_name("FOLDER"), "the folder to make");
+    add("check", "read the folder back as engines do and compare what it drafts with the checkpoint; always done, unless:");
+    add("no-check", po::bool_switch(&command.no_check), "write without that check");
+    add("check-only", po::bool_switch(&command.check_only), "write nothing: check a folder that is there");
+    add("features", po::value(&command.features)->value_name("FOLDER"), "recorded features for the check (default: the recipe's held-out ones)");
   }
   if (name == "doctor") {
     add("samples", po::value(&command.samples)->value_name("N"), "data: records to show of each file (6)");

@@ -14,10 +14,11 @@
 #include "plugins/algorithm/dflash2/objective_unit.hpp"
 #include "sdk/draft/block_backbone.hpp"
 #include "sf/algorithm.hpp"
+#include "sf/drafter.hpp"
 
 namespace sf {
 
-class Dflash final : public Algorithm {
+class Dflash final : public Algorithm, public Drafter {
  public:
   explicit Dflash(const DflashOptions& options) : options_(options) {}
 
@@ -29,6 +30,11 @@ class Dflash final : public Algorithm {
   double weigh(const Batch& batch) const override;
   void micro_step(Runner& runner, const Batch& batch) override;
   ExportSpec export_spec() const override;
+  // Decoding: drafting.cpp.
+  std::vector<std::string> reads() const override;
+  int64_t drafted_tokens_at_most() const override;
+  void remember(DraftUnits& units, DraftMemory& memory, const SeenTokens& seen) const override;
+  DraftAnswer propose(DraftUnits& units, const DraftMemory& memory, const DraftQuestion& question) const override;
 
   [[nodiscard]] const DflashConfig& config() const { return config_; }
 

@@ -15,9 +15,6 @@ constexpr int64_t kDetailCandidates = 16;
 constexpr int64_t kTeacherChunkRows = 512;  // two distributions over the vocabulary in float32 for each row
 constexpr int64_t kChunkRowsCpu = 256;  // 256 rows of 49152 float32 logits are 48 MiB: large enough for the product, small enough to stay mapped
 
-const char* const kPredecessor = "candidate_selector.predecessor_codebook";
-const char* const kSuccessor = "candidate_selector.successor_codebook";
-const char* const kProjection = "candidate_selector.hidden_projection";
 const char* const kProjectionWeight = "candidate_selector.hidden_projection.weight";
 
 at::Tensor joined(const std::vector<at::Tensor>& parts) { return parts.size() == 1 ? parts[0] : at::cat(parts, 0); }

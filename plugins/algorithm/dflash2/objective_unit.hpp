@@ -14,6 +14,11 @@
 
 namespace sf {
 
+// The selector's parameters: a row of the first table for the token before, of the second for each candidate, and a product with the hidden row.
+inline constexpr const char* kPredecessor = "candidate_selector.predecessor_codebook";
+inline constexpr const char* kSuccessor = "candidate_selector.successor_codebook";
+inline constexpr const char* kProjection = "candidate_selector.hidden_projection";
+
 /// Places of the unit's inputs. Those from kRowCell on are given only when detailed metrics are wanted, the last one only when the features have the
 /// target's last states.
 enum ObjectiveInput : size_t {

@@ -15,10 +15,11 @@
 #include "plugins/algorithm/dspark/dspark_options.hpp"
 #include "sdk/draft/block_backbone.hpp"
 #include "sf/algorithm.hpp"
+#include "sf/drafter.hpp"
 
 namespace sf {
 
-class Dspark final : public Algorithm {
+class Dspark final : public Algorithm, public Drafter {
  public:
   explicit Dspark(const DsparkOptions& options) : options_(options) {}
 
@@ -30,6 +31,11 @@ class Dspark final : public Algorithm {
   double weigh(const Batch& batch) const override;
   void micro_step(Runner& runner, const Batch& batch) override;
   ExportSpec export_spec() const override;
+  // Decoding: drafting.cpp.
+  std::vector<std::string> reads() const override;
+  int64_t drafted_tokens_at_most() const override;
+  void remember(DraftUnits& units, DraftMemory& memory, const SeenTokens& seen) const override;
+  DraftAnswer propose(DraftUnits& units, const DraftMemory& memory, const DraftQuestion& question) const override;
 
   [[nodiscard]] const DsparkConfig& config() const { return config_; }
 

@@ -12,8 +12,6 @@ namespace {
 
 constexpr int64_t kChunkRowsCpu = 256;  // 256 rows of 49152 float32 logits are 48 MiB: large enough for the product, small enough to stay mapped
 
-constexpr const char* kConfidence = "confidence_head.proj";
-
 at::Tensor joined(const std::vector<at::Tensor>& parts) { return parts.size() == 1 ? parts[0] : at::cat(parts, 0); }
 
 at::Tensor wide(const at::Tensor& tensor) { return tensor.to(tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat); }

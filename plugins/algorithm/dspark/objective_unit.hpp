@@ -16,6 +16,8 @@
 
 namespace sf {
 
+inline constexpr const char* kConfidence = "confidence_head.proj";
+
 /// Places of the unit's inputs. The last three are there when a loss needs the teacher.
 enum DsparkInput : size_t {
   kDraftRows,        // [b, q, h], before the last norm

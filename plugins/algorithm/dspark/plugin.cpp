@@ -30,7 +30,9 @@ class DsparkPlugin final {
   DsparkPlugin(const Host&, const Options& options) : algorithm_(read(options)) {}
 
   const void* get_interface(std::string_view id) {
-    return id == kAlgorithmInterface ? static_cast<const Algorithm*>(&algorithm_) : nullptr;
+    return id == kAlgorithmInterface ? static_cast<const void*>(static_cast<const Algorithm*>(&algorithm_))
+           : id == kDrafterInterface ? static_cast<const void*>(static_cast<const Drafter*>(&algorithm_))
+                                     : nullptr;
   }
 
  private:

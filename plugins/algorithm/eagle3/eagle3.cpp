@@ -22,8 +22,6 @@ namespace {
 constexpr int64_t kRowMultipleCuda = 128;  // of matrix products; also keeps the number of different shapes small
 constexpr int64_t kRowMultipleCpu = 8;
 
-enum UnitIndex : int64_t { kFusion, kMidlayer, kObjective, kEmbedding };
-
 const char* name_of(DistillLoss loss) {
   switch (loss) {
     case DistillLoss::kl: return "none";
@@ -191,6 +189,7 @@ void Eagle3::finish(Batch& batch) {
   batch.tensors["row_label"] = rows.label_r;
   batch.tensors["chain_row"] = rows.chain_row_cp;
   batch.tensors["chain_mask"] = rows.chain_mask_cp;
+  batch.tensors["chain_place"] = rows.chain_place_c;
 }
 
 double Eagle3::weigh(const Batch& batch) const { return batch.at("live_rows").item<double>() > 0 ? 1 : 0; }
@@ -261,7 +260,9 @@ void Eagle3::micro_step(Runner& runner, const Batch& batch) {
   }
   report_uses(runner, outcome);
   if (runner.phase() == Phase::evaluate || runner.step().wants_details) {
-    report_chains(runner, outcome, batch.at("row_label"), batch.at("chain_row"), batch.at("chain_mask"));
+    report_chains(runner, outcome,
+                  {.label_r = batch.at("row_label"), .row_cp = batch.at("chain_row"), .mask_cp = batch.at("chain_mask"), .place_c = batch.at("chain_place"),
+                   .b = b, .s = s});
   }
 }
 

@@ -17,12 +17,13 @@
 #include "plugins/algorithm/eagle3/eagle3_config.hpp"
 #include "plugins/algorithm/eagle3/eagle3_options.hpp"
 #include "sf/algorithm.hpp"
+#include "sf/drafter.hpp"
 
 namespace sf {
 
 inline constexpr double kUseDecay = 0.8;  // weight of use k in the loss is kUseDecay^k; a constant of the method
 
-class Eagle3 final : public Algorithm {
+class Eagle3 final : public Algorithm, public Drafter {
  public:
   explicit Eagle3(Eagle3Options options) : options_(std::move(options)) {}
 
@@ -38,11 +39,17 @@ class Eagle3 final : public Algorithm {
   void micro_step(Runner& runner, const Batch& batch) override;
   ExportSpec export_spec() const override;
   void derive_metrics(std::map<std::string, double>& metrics) const override;
+  // Decoding: drafting.cpp.
+  std::vector<std::string> reads() const override;
+  int64_t drafted_tokens_at_most() const override;
+  void remember(DraftUnits& units, DraftMemory& memory, const SeenTokens& seen) const override;
+  DraftAnswer propose(DraftUnits& units, const DraftMemory& memory, const DraftQuestion& question) const override;
 
   [[nodiscard]] const Eagle3Config& config() const { return config_; }
 
  private:
   void keep_tokens(const std::vector<int64_t>& tokens);
+  at::Tensor embedded(DraftUnits& units, const at::Tensor& ids) const;
 
   Eagle3Options options_;
   Eagle3Config config_;

@@ -20,14 +20,15 @@ void report_uses(Runner& runner, const UnrollOutcome& outcome) {
   }
 }
 
-void report_chains(Runner& runner, const UnrollOutcome& outcome, const at::Tensor& label_r, const at::Tensor& chain_row_cp,
-                   const at::Tensor& chain_mask_cp) {
+void report_chains(Runner& runner, const UnrollOutcome& outcome, const ChainPlaces& chains) {
   std::vector<at::Tensor> hits;
   for (size_t k = 0; k < outcome.uses.size(); ++k) {
-    hits.push_back(at::eq(outcome.uses[k].guess_r, label_r).index_select(0, chain_row_cp.select(1, static_cast<int64_t>(k))));
+    hits.push_back(at::eq(outcome.uses[k].guess_r, chains.label_r).index_select(0, chains.row_cp.select(1, static_cast<int64_t>(k))));
   }
-  const draft::Chain chain = draft::follow_chain(at::stack(hits, 1), chain_mask_cp);
-  draft::BlockMetrics(runner, {.mask_cp = chain_mask_cp, .block_c = {}, .anchors_bw = {}}).acceptance(chain);
+  const draft::Chain chain = draft::follow_chain(at::stack(hits, 1), chains.mask_cp);
+  const at::Tensor every_place = at::arange(chains.s, chains.place_c.options()).expand({chains.b, chains.s});
+  const draft::BlockGrid grid{.mask_cp = chains.mask_cp, .block_c = chains.place_c, .anchors_bw = every_place};
+  draft::BlockMetrics(runner, grid).acceptance(chain);
 }
 
 void derive_unroll_metrics(std::map<std::string, double>& metrics, int64_t uses) {

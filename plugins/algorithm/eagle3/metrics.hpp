@@ -30,9 +30,14 @@ struct UnrollOutcome {
 /// acc_k, ploss_k, acceptance_rate_k for each use and acc, acceptance_rate over all.
 void report_uses(Runner& runner, const UnrollOutcome& outcome);
 
-/// acceptance_length and how many chains get through each use (unroll_rows.hpp).
-void report_chains(Runner& runner, const UnrollOutcome& outcome, const at::Tensor& label_r, const at::Tensor& chain_row_cp,
-                   const at::Tensor& chain_mask_cp);
+/// Where the chains of a batch stand (unroll_rows.hpp).
+struct ChainPlaces {
+  at::Tensor label_r, row_cp, mask_cp, place_c;
+  int64_t b = 0, s = 0;
+};
+
+/// acceptance_length and how many chains get through each use.
+void report_chains(Runner& runner, const UnrollOutcome& outcome, const ChainPlaces& chains);
 
 /// simulated_acc_len = acc_0 + acc_0 acc_1 + ..: the reference's estimate, which takes the uses to be independent.
 void derive_unroll_metrics(std::map<std::string, double>& metrics, int64_t uses);

@@ -15,6 +15,9 @@
 
 namespace sf {
 
+/// Order of the units.
+enum UnitIndex : int64_t { kFusion, kMidlayer, kObjective, kEmbedding };
+
 /// {features [b, s, 3x]} -> {fc(features) [b, s, h]}; with fc_norm each layer's part is normed with weights of its own first.
 class FusionUnit final : public Unit {
  public:

@@ -20,7 +20,7 @@ UnrollRows collect_unroll_rows(const at::Tensor& input_ids_bs, const at::Tensor&
   const auto* supervised = mask.const_data_ptr<float>();
   const auto* counts = counted.const_data_ptr<float>();
 
-  std::vector<int64_t> base, position, teacher, label, chain_row;
+  std::vector<int64_t> base, position, teacher, label, chain_row, chain_place;
   std::vector<float> weight, chain_mask;
   for (int64_t row = 0; row < b; ++row) {
     const int64_t start = row * s;
@@ -43,6 +43,7 @@ UnrollRows collect_unroll_rows(const at::Tensor& input_ids_bs, const at::Tensor&
         continue;
       }
       bool goes_on = true;
+      chain_place.push_back(start + a);
       for (int64_t k = 0; k < uses; ++k) {
         const int64_t j = a - 1 + k;
         goes_on = goes_on && is_supervised(a + 1 + k) && place[static_cast<size_t>(j)] >= 0;
@@ -61,11 +62,13 @@ UnrollRows collect_unroll_rows(const at::Tensor& input_ids_bs, const at::Tensor&
   if (chain_row.empty()) {  // a usual shape for a batch without chains
     chain_row.assign(static_cast<size_t>(uses), 0);
     chain_mask.assign(static_cast<size_t>(uses), 0.0F);
+    chain_place.assign(1, 0);
   }
   return {integers(base),   integers(position),
           integers(teacher), floats(weight),
           integers(label),  integers(chain_row).view({-1, uses}),
-          floats(chain_mask).view({-1, uses})};
+          floats(chain_mask).view({-1, uses}),
+          integers(chain_place)};
 }
 
 }  // namespace sf

@@ -27,6 +27,7 @@ struct UnrollRows {
   at::Tensor label_r;        // int64, token j + 2; -1 when there is none
   at::Tensor chain_row_cp;   // int64, the entry of the lists above that continues a chain; 0 where the chain has ended
   at::Tensor chain_mask_cp;  // float32, 1 while the guessed token is supervised
+  at::Tensor chain_place_c;  // int64, place of the chain's known token in [b*s]
 };
 
 /// input_ids int64 [b, s]; loss_mask [b, s] as stored; counted [b, s]: where the loss counts, which is the mask without each sample's last token. A
