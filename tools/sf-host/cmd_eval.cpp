@@ -21,7 +21,12 @@ constexpr std::pair<const char*, const char*> kAlgorithms[] = {{"LlamaForCausalL
                                                                {"DFlash2DraftModel", "dflash2"},
                                                                {"DSparkDraftModel", "dspark"}};
 
-std::string algorithm_of_export(const fs::path& folder) {
+struct DraftFolder {
+  std::string algorithm;
+  std::int64_t drafted_tokens = 0;  // as trained; 0: not recorded
+};
+
+DraftFolder look_at_export(const fs::path& folder) {
   std::error_code ignored;
   if (!fs::exists(folder / "config.json", ignored) || !fs::exists(folder / "model.safetensors", ignored)) {
     throw Error(ExitCode::kUsage, format("--draft {}: there is no exported draft (config.json and model.safetensors)", folder),
@@ -31,8 +36,9 @@ std::string algorithm_of_export(const fs::path& folder) {
     const Json record = Json::parse(read_file(folder / "export.json"), (folder / "export.json").string());
     const Json* origin = record.find("origin");
     const Json* name = origin != nullptr ? origin->find("algorithm") : nullptr;
+    const Json* tokens = origin != nullptr ? origin->find("drafted_tokens") : nullptr;
     if (name != nullptr && name->is_string()) {
-      return name->as_string();
+      return {.algorithm = name->as_string(), .drafted_tokens = tokens != nullptr && tokens->is_int() ? tokens->as_int() : 0};
     }
   }
   const Json config = Json::parse(read_file(folder / "config.json"), (folder / "config.json").string());
@@ -40,7 +46,7 @@ std::string algorithm_of_export(const fs::path& folder) {
   if (architectures != nullptr && architectures->is_array() && architectures->size() > 0 && architectures->at(0).is_string()) {
     for (const auto& [architecture, algorithm] : kAlgorithms) {
       if (architectures->at(0).as_string() == architecture) {
-        return algorithm;
+        return {.algorithm = algorithm};
       }
     }
   }
@@ -87,10 +93,18 @@ ExitCode run_speculative(const Command& command) {
   if (folders.empty()) {
     folders.emplace_back();
   }
+  std::vector<std::unique_ptr<Command>> commands;     // a session keeps its command
   std::vector<std::unique_ptr<RunSession>> sessions;  // each draft has a plugin instance of its own
   std::vector<SpeculativeDraft> drafts;
   for (const std::string& folder : folders) {
-    sessions.push_back(std::make_unique<RunSession>(command, folder.empty() ? std::string() : algorithm_of_export(folder)));
+    const DraftFolder found = folder.empty() ? DraftFolder() : look_at_export(folder);
+    commands.push_back(std::make_unique<Command>(command));
+    // A chain is as long as one likes: its teacher-forced evaluation unrolls as many uses as decoding drafts tokens.
+    const std::int64_t chain = flags.draft_tokens > 0 ? flags.draft_tokens : found.drafted_tokens;
+    if (found.algorithm == "eagle3" && chain > 0) {
+      commands.back()->overrides.push_back(format("training.ttt_length={}", chain));
+    }
+    sessions.push_back(std::make_unique<RunSession>(*commands.back(), found.algorithm));
     RunSession& session = *sessions.back();
     if (!session.plan(true) || !session.open(false)) {
       return session.code();
