@@ -262,6 +262,7 @@ int run(const Arguments& arguments) {
   const fs::path library = fs::read_symlink("/proc/self/exe", ignored).parent_path().parent_path() / "lib" / "sf" / "libsf_plugin_test.so";
   Candidate candidate;
   candidate.sets = arguments.sets;
+  candidate.services.find = [](std::string_view) -> const void* { return nullptr; };   // those in C come with each plugin
   candidate.file = inspect_plugin(arguments.file, "argument", this_host(SF_TORCH_VARIANT, library));
   const sf::testing::TemporaryFolder folder;
   candidate.target = folder.path() / "target";

@@ -54,7 +54,7 @@ PlanValues values_of(const Manifest& manifest, const std::string& recipe, const 
     }
   }
   apply_overrides(sets, raw, problems);
-  PlanValues values = schema.resolve(raw, {}, false, problems);
+  PlanValues values = schema.resolve(raw, {manifest}, false, problems);
   if (problems.has_errors()) {
     return values;
   }
@@ -68,8 +68,22 @@ PlanValues values_of(const Manifest& manifest, const std::string& recipe, const 
   return values;
 }
 
+namespace {
+
+HostServices with_own(HostServices services, const PluginServices& own) {
+  if (services.find) {
+    services.find = [outer = std::move(services.find), &own](std::string_view id) {
+      const void* found = own.find(id);
+      return found != nullptr ? found : outer(id);
+    };
+  }
+  return services;
+}
+
+}  // namespace
+
 LonePlugin::LonePlugin(const PluginFile& file, const sf_plugin* entry, const PlanValues& values, HostServices services)
-    : manifest_(*file.manifest), entry_(entry), host_(file.name(), std::move(services)), options_(std::make_unique<BackendOptions>(*file.manifest, values)) {
+    : manifest_(*file.manifest), entry_(entry), services_(file.name(), 1, run_folder_.path()), host_(file.name(), with_own(std::move(services), services_)), options_(std::make_unique<BackendOptions>(*file.manifest, values)) {
   status_.struct_size = sizeof(sf_status);
 }
 

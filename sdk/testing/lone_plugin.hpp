@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/data/plugin_services.hpp"
 #include "core/plugin/backend_options.hpp"
 #include "core/plugin/catalog.hpp"
 #include "core/plugin/host_table.hpp"
@@ -38,7 +39,7 @@ inline constexpr std::int64_t kTinyVocab = 96, kTinyHidden = 64;
 [[nodiscard]] PlanValues values_of(const Manifest& manifest, const std::string& recipe, const std::vector<std::string>& sets,
                                    const std::filesystem::path& target, Diagnostics& problems);
 
-/// A plugin's object. Calls come in the order create, start, stop, destroy; the destructor makes up for what is missing.
+/// A plugin's object, with the services in C of sf/services.h beside `services`; without any when that finds nothing. Calls come in the order create, start, stop, destroy; the destructor makes up for what is missing.
 class LonePlugin {
  public:
   LonePlugin(const PluginFile& file, const sf_plugin* entry, const PlanValues& values, HostServices services);
@@ -65,6 +66,8 @@ class LonePlugin {
  private:
   const Manifest& manifest_;
   const sf_plugin* entry_;
+  TemporaryFolder run_folder_;
+  PluginServices services_;
   HostTable host_;
   std::unique_ptr<BackendOptions> options_;
   sf_instance* instance_ = nullptr;

@@ -1,5 +1,8 @@
-/* sf/plugin.h is plain C11, and the layout of what lies in files is fixed. Compiling this file is the test. */
+/* The C headers are plain C11, and the layout of what lies in files is fixed. Compiling this file is the test. */
+#include "sf/checkpoint.h"
 #include "sf/plugin.h"
+#include "sf/services.h"
+#include "sf/tracker.h"
 
 #include <stddef.h>
 
@@ -16,3 +19,6 @@ _Static_assert(offsetof(sf_plugin, struct_size) == 0 && offsetof(sf_host, struct
                    offsetof(sf_status, struct_size) == 0 && offsetof(sf_list, struct_size) == 0,
                "struct_size comes first");
 _Static_assert(sizeof(SF_NOTE_OWNER) == 10, "owner of the notes");
+_Static_assert(offsetof(sf_tracker, struct_size) == 0 && offsetof(sf_tracked_run, struct_size) == 0 && offsetof(sf_figure, struct_size) == 0 &&
+                   offsetof(sf_checkpoint_writer, struct_size) == 0 && offsetof(sf_write, struct_size) == 0,
+               "struct_size comes first");

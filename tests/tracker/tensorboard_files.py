@@ -100,6 +100,7 @@ def a_tracker_that_fails_is_told_and_counted_and_training_goes_on():
     expect(done.stderr, "tracker 'fake_tracker' failed at step 0: told to fail in record", "training goes on", "failed in 5 of 9 calls")
     assert done.stderr.count("told to fail") == 1, done.stderr
     text = (work.run / "fake_tracker.txt").read_text()
+    assert (work.run / "fake_tracker.note").read_text() == "whole", "written through the host's sf.run-files/1"
     expect(text, "begin tiny 1 of 6", "5 loss", "finish")
     assert max(work.losses()) == 6
 

@@ -178,8 +178,8 @@ bool RunSession::open(bool start) {
   }
   engine_ = &open_engine();
   Diagnostics problems;
-  HostServices services{.find = [this](std::string_view id) { return engine_->service(id); },
-                        .stop_requested = is_stop_requested};
+  const fs::path run_folder = resolved().get<fs::path>("output_dir") / resolved().get<std::string>("run_id");
+  const auto seed = static_cast<std::uint64_t>(resolved().get<std::int64_t>("training.seed"));
   for (const StackMember& member : resolution_->stack.members) {
     if (member.file == nullptr) {
       continue;
@@ -188,6 +188,13 @@ bool RunSession::open(bool start) {
     if (entry == nullptr) {
       continue;  // tell about all of them
     }
+    const PluginServices* own = services_.emplace_back(std::make_unique<PluginServices>(member.name, seed, run_folder)).get();
+    HostServices services{.find =
+                              [this, own](std::string_view id) {
+                                const void* found = own->find(id);
+                                return found != nullptr ? found : engine_->service(id);
+                              },
+                          .stop_requested = is_stop_requested};
     std::string sha256;
     for (const PlanPlugin& plugin : resolved().stack) {
       sha256 = plugin.name == member.name ? plugin.sha256 : sha256;

@@ -6,7 +6,9 @@
 #include <filesystem>
 #include <memory>
 #include <optional>
+#include <vector>
 
+#include "core/data/plugin_services.hpp"
 #include "core/plan/resolve.hpp"
 #include "core/plugin/catalog.hpp"
 #include "core/plugin/registry.hpp"
@@ -73,6 +75,7 @@ class RunSession {
   std::string instead_;
   std::unique_ptr<Catalog> catalog_;
   std::optional<Resolution> resolution_;
+  std::vector<std::unique_ptr<PluginServices>> services_;   // of each plugin; outlive the registry
   PluginRegistry registry_;
   Engine* engine_ = nullptr;
   EngineContext context_;

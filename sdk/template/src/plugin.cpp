@@ -4,6 +4,7 @@
 // Shapes: b rows of the batch · s tokens · h hidden · v vocabulary · r = b*s
 #include <ATen/ATen.h>
 
+#include "sdk/draft/acceptance.hpp"
 #include "sf/algorithm.hpp"
 #include "sf/json.hpp"
 #include "sf/plugin.hpp"
@@ -63,19 +64,19 @@ class MyDraft final : public sf::Algorithm {
     const std::vector<Tensor> masks_bs = masks(batch.at("loss_mask"));
     const sf::TapeValue states = runner.constant(batch.at("last_state").to(tables_.head_vh.scalar_type()));
     const sf::TapeValue embeddings = runner.constant(at::embedding(tables_.embedding_vh, next_ids));
-    Tensor chain = masks_bs[0], accepted = at::zeros_like(chain);
+    std::vector<Tensor> hits_bs;
     for (int64_t k = 0; k < tokens_; ++k) {
       const Tensor& mask = masks_bs[static_cast<size_t>(k)];
       const auto out = runner.run(k, {states, embeddings, runner.constant(tables_.head_vh), runner.constant(shifted(ids, k + 2)), runner.constant(mask),
                                       runner.constant(runner.seed())});
       runner.add_loss(out[0]);
-      const Tensor hits = out[1].tensor().to(at::kFloat);
-      runner.add_metric("accuracy/token_" + std::to_string(k + 1), at::sum(at::mul(hits, mask)), at::sum(mask));
-      chain = at::mul(chain, at::mul(hits, mask));   // up to here every guess was right and supervised
-      accepted = at::add(accepted, chain);
+      hits_bs.push_back(out[1].tensor().to(at::kFloat));
+      runner.add_metric("accuracy/token_" + std::to_string(k + 1), at::sum(at::mul(hits_bs.back(), mask)), at::sum(mask));
     }
+    // 1 + the number of guesses that are right before the first that is not: what `eval` prints and `best` compares.
+    const Tensor accepted_r = sf::draft::follow_chain(at::stack(hits_bs, -1).flatten(0, 1), at::stack(masks_bs, -1).flatten(0, 1)).length_c;
     const Tensor starts = at::sum(masks_bs[0]);
-    runner.add_metric("acceptance_length", at::add(at::sum(accepted), starts), starts);   // what `eval` and `best` compare
+    runner.add_metric("acceptance_length", at::add(at::sum(accepted_r), starts), starts);
   }
 
   sf::ExportSpec export_spec() const override {
