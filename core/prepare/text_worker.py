@@ -743,32 +743,24 @@ class TextWorker:
             result["notes"] = list(dict.fromkeys(notes))
         return result
 
-    def encode(self, texts):
-        return self.tokenizer.encode_batch(texts, add_special_tokens=False)
+    def encode(self, text: str):
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def rows(self, lines):
-        """One result for each line, in order."""
-        results, wanted = [None] * len(lines), []
-        for i, line in enumerate(lines):
+        """One result for each line, in order. Texts go to the tokenizer one by one: a batch of them is slower on one core, as its results must all
+        be kept until the last is there."""
+        results = []
+        for line in lines:
             try:
                 record = parse_row(line)
-                wanted.append((i, record, self.text_and_places(record)))
-            except Skip as skip:
-                results[i] = {"skip": skip.reason, "why": str(skip)[:300]}
-        try:
-            encodings = self.encode([places[0] for _, _, places in wanted])
-        except Exception:  # one of them is no text (half a surrogate pair): find out which
-            encodings = []
-            for _, _, places in wanted:
+                places = self.text_and_places(record)
                 try:
-                    encodings += self.encode([places[0]])
-                except Exception as error:
-                    encodings.append(Skip("encoding", f"the tokenizer says: {error}"))
-        for (i, record, places), encoding in zip(wanted, encodings):
-            if isinstance(encoding, Skip):
-                results[i] = {"skip": encoding.reason, "why": str(encoding)[:300]}
-            else:
-                results[i] = self.row(record, places, encoding)
+                    encoding = self.encode(places[0])
+                except Exception as error:  # half a surrogate pair is no text
+                    raise Skip("encoding", f"the tokenizer says: {error}") from None
+                results.append(self.row(record, places, encoding))
+            except Skip as skip:
+                results.append({"skip": skip.reason, "why": str(skip)[:300]})
         return results
 
     def texts(self, lists):

@@ -51,7 +51,7 @@ class Prepare(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.targets = Path(tempfile.mkdtemp(prefix="sf-prepare-targets-"))
-        families.write_folders(cls.targets)
+        families.write_folders(cls.targets, ["chatml"])
         config = json.loads((ROOT / "tests/parity/golden/target_llama_tied/config.json").read_text())
         config["vocab_size"] = 49400
         for folder in cls.targets.iterdir():

@@ -62,8 +62,8 @@ CONVERSATIONS = {
 DATE = "2026-01-31"
 
 
-def write_folders(out: Path) -> None:
-    """One target folder for each family, without weights."""
+def write_folders(out: Path, names=tuple(FAMILIES)) -> None:
+    """One target folder for each family that is named, without weights."""
     import gguf
     from tokenizers import AddedToken, Tokenizer
     reader = gguf.GGUFReader(PACKAGES / fetch_smollm2.GGUF)
@@ -71,7 +71,8 @@ def write_folders(out: Path) -> None:
     tokenizer = Tokenizer.from_str(text)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in dict.fromkeys(t for _, _, added in FAMILIES.values() for t in added)])
     text = tokenizer.to_str()
-    for name, (bos, eos, _) in FAMILIES.items():
+    for name in names:
+        bos, eos, _ = FAMILIES[name]
         folder = out / name
         folder.mkdir(parents=True)
         (folder / "tokenizer.json").write_text(text, encoding="utf-8")

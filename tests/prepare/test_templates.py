@@ -102,7 +102,7 @@ class Templates(unittest.TestCase):
                         self.assertEqual(str(raised.exception), expected["raises"])
                         continue
                     text = worker.template.text(messages, tools)
-                    encoding = worker.encode([text])[0]
+                    encoding = worker.encode(text)
                     self.assertEqual(text, expected["text"])
                     self.assertEqual(encoding.ids, expected["ids"])
                     self.assertEqual([n for pair in encoding.offsets for n in pair], expected["offsets"])
@@ -161,7 +161,7 @@ class Templates(unittest.TestCase):
             with self.subTest(name):
                 messages, _ = CONVERSATIONS["two_turns"]
                 row = self.rows(name, "two_turns")
-                prompt = worker.encode([worker.template.text(messages[:3], ask=True)])[0].ids
+                prompt = worker.encode(worker.template.text(messages[:3], ask=True)).ids
                 self.assertEqual(row["ids"][:row["answers"][1][0]], prompt)
 
 
@@ -171,7 +171,7 @@ class Records(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
         cls.place = Path(tempfile.mkdtemp(prefix="sf-rows-"))
-        families.write_folders(cls.place)
+        families.write_folders(cls.place, ["chatml"])
         cls.worker = text_worker.TextWorker({"target": str(cls.place / "chatml"), "ignored": ["<think>\n\n</think>\n\n"]})
 
     @classmethod

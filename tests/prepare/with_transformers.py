@@ -67,7 +67,7 @@ def ours(worker, messages, tools):
     try:
         template = worker.templates.get("tool_use", worker.template) if tools else worker.template
         text = template.text(messages, tools)
-        encoding = worker.encode([text])[0]
+        encoding = worker.encode(text)
         return text, encoding.ids, [list(pair) for pair in encoding.offsets]
     except Exception as error:
         return str(error)
