@@ -158,7 +158,7 @@ TEST_CASE("stack: plugins go to their slots, a plugin in a wrong one is told the
   CHECK(stack.members[1].name == "fake_transform");
   CHECK(stack.members[2].name == "fake_sharding");
   CHECK(stack.members[3].name == "fake_ok");
-  CHECK(stack.provided() == std::set<std::string>{"async-commit", "fp8-linear", "stable-parameters"});
+  CHECK(stack.provided() == std::set<std::string>{"async-commit", "fp8-linear", "recordable-blocks", "stable-parameters"});
 
   Diagnostics wrong;
   RawValues swapped;
