@@ -12,6 +12,7 @@ The rendering is the model's own chat template, called as Hugging Face's apply_c
 matched: where an answer begins and ends is found by rendering (see Renderer.places). Errors of a record are its skip reason and never
 end the process.
 """
+import bisect
 import datetime
 import gc
 import hashlib
@@ -27,6 +28,9 @@ FIRST_MARK = 0xF0000
 OPEN_ANSWER, CLOSE_ANSWER = chr(0x100000), chr(0x100001)  # around what a template marks by {% generation %}
 MARK = re.compile("[\U000F0000-\U0010FFFD]")
 SPLIT = re.compile("([\U000F0000-\U0010FFFD])")
+
+WORD_COUNT = 200000  # whose tokens are remembered; the library's 10000 are soon full
+MET_LENGTH, MET_COUNT = 65536, 20000  # of segments that are remembered, in characters and in all
 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
          "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
@@ -523,34 +527,69 @@ class Renderer:
 
 # ---- tokens
 
-class Offsets:
-    """Which tokens of an encoding lie in a range of characters."""
+class Encoded:
+    """A text's tokens, in the segments in which it was encoded: (first character, first token, encoding), None for one added token."""
 
-    def __init__(self, encoding, length):
-        self.encoding, self.length, self.count = encoding, length, len(encoding)
+    def __init__(self, segments, ids, length):
+        self.segments, self.ids, self.length = segments, ids, length
+        self.characters = [segment[0] for segment in segments]
+        self.tokens = [segment[1] for segment in segments]
 
     def at(self, place: int) -> int:
         """The first token that reaches beyond `place`."""
         while place < self.length:
-            token = self.encoding.char_to_token(place)
+            begin, first, encoding = self.segments[bisect.bisect_right(self.characters, place) - 1]
+            token = 0 if encoding is None else encoding.char_to_token(place - begin)
             if token is not None:
-                return token
+                return first + token
             place += 1  # some tokenizers leave blanks out of their offsets
-        return self.count
+        return len(self.ids)
+
+    def span(self, token: int):
+        """The token's characters (begin, end)."""
+        k = bisect.bisect_right(self.tokens, token) - 1
+        begin, first, encoding = self.segments[k]
+        if encoding is None:
+            return begin, self.characters[k + 1] if k + 1 < len(self.segments) else self.length
+        here = encoding.token_to_chars(token - first)
+        return begin + here[0], begin + here[1]
+
+    @property
+    def offsets(self):
+        return [self.span(token) for token in range(len(self.ids))]
 
     def inside(self, begin: int, end: int):
         """Tokens wholly inside [begin, end): one that reaches over a border is not what the model would say there."""
         first, last = self.at(begin), self.at(end)
-        if first < self.count and self.encoding.token_to_chars(first)[0] < begin:
+        if first < len(self.ids) and self.span(first)[0] < begin:
             first += 1
         return first, max(first, last)
 
     def touching(self, begin: int, end: int):
         first = self.at(begin)
         last = self.at(end)
-        if last < self.count and self.encoding.token_to_chars(last)[0] < end:
+        if last < len(self.ids) and self.span(last)[0] < end:
             last += 1
         return first, max(first, last)
+
+
+def splits_at_added_tokens(description: dict) -> bool:
+    """True when what stands between two added tokens is encoded the same wherever it stands, so that it may be encoded apart and once."""
+    def kinds(part):
+        if part is None:
+            return
+        inner = part.get("pretokenizers") or part.get("normalizers") or part.get("processors")
+        if inner is None:
+            yield part
+        else:
+            for one in inner:
+                yield from kinds(one)
+
+    return (description["model"].get("type") == "BPE" and not description["model"].get("dropout")
+            and all(part["type"] in ("NFC", "NFKC") for part in kinds(description.get("normalizer")))
+            and all(part["type"] in ("Digits", "Split", "ByteLevel") and not part.get("add_prefix_space") for part in kinds(description.get("pre_tokenizer")))
+            and all(part["type"] in ("TemplateProcessing", "ByteLevel") and not part.get("add_prefix_space") for part in kinds(description.get("post_processor")))
+            and not any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in description.get("added_tokens", [])))
 
 
 def special_texts_of(config: dict, fallback: dict) -> dict:
@@ -611,10 +650,18 @@ class TextWorker:
             raise Fault(f"{path} can't be read: {error}", "fetch the target's tokenizer.json again") from None
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
+        resize = getattr(self.tokenizer.model, "_resize_cache", None)
+        if resize is not None:
+            resize(WORD_COUNT)
+        self.met, self.kept = set(), {}  # segments that came once, and encodings of those that came again
         fix = "fetch the target's tokenizer_config.json"
         config = read_json(folder / "tokenizer_config.json", fix) if (folder / "tokenizer_config.json").is_file() else {}
         fallback = read_json(folder / "special_tokens_map.json", fix) if (folder / "special_tokens_map.json").is_file() else {}
         self.add_listed_tokens(config)
+        apart = {token.content: number for number, token in self.tokenizer.get_added_tokens_decoder().items() if not token.normalized}
+        self.added, self.splitter = apart, None
+        if apart and splits_at_added_tokens(json.loads(self.tokenizer.to_str())):
+            self.splitter = re.compile("(" + "|".join(map(re.escape, sorted(apart, key=len, reverse=True))) + ")")
         special_tokens = special_texts_of(config, fallback)
         specials = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
         ends = self.end_texts(folder, special_tokens)
@@ -720,8 +767,7 @@ class TextWorker:
 
     def row(self, record: dict, places, encoding) -> dict:
         text, answers, roles, notes = places
-        offsets = Offsets(encoding, len(text))
-        ids = encoding.ids
+        offsets, ids = encoding, encoding.ids
         result = {"tokens": len(ids), "ids": ids[:self.max_length] if self.max_length else ids, "answers": [], "roles": []}
         name = record.get("id")
         if name is not None:
@@ -743,8 +789,29 @@ class TextWorker:
             result["notes"] = list(dict.fromkeys(notes))
         return result
 
-    def encode(self, text: str):
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def encode(self, text: str) -> Encoded:
+        """As the tokenizer encodes the whole. What stands between added tokens is encoded apart where that makes no difference: system turns, lists of
+        tools and headers come again and again."""
+        segments, ids, at = [], [], 0
+        for i, piece in enumerate(self.splitter.split(text) if self.splitter else [text]):
+            if i % 2 == 1:
+                segments.append((at, len(ids), None))
+                ids.append(self.added[piece])
+            elif piece:
+                encoding = self.kept.get(piece)
+                if encoding is None:
+                    encoding = self.tokenizer.encode(piece, add_special_tokens=False)
+                    if piece in self.met:
+                        self.kept[piece] = encoding
+                    elif len(piece) < MET_LENGTH:
+                        self.met.add(piece)
+                    if len(self.kept) + len(self.met) > MET_COUNT:
+                        self.kept.clear()
+                        self.met.clear()
+                segments.append((at, len(ids), encoding))
+                ids += encoding.ids
+            at += len(piece)
+        return Encoded(segments, ids, len(text))
 
     def rows(self, lines):
         """One result for each line, in order. Texts go to the tokenizer one by one: a batch of them is slower on one core, as its results must all

@@ -73,14 +73,17 @@ def ours(worker, messages, tools):
         return str(error)
 
 
+def load_theirs(folder):
+    from transformers import PreTrainedTokenizerFast
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
 def load(folder):
     """transformers' tokenizer and our worker of one folder."""
-    from transformers import PreTrainedTokenizerFast
-    return PreTrainedTokenizerFast.from_pretrained(folder), text_worker.TextWorker({"target": str(folder), "date": DATE})
+    return load_theirs(folder), text_worker.TextWorker({"target": str(folder), "date": DATE})
 
 
-def compare(name, folder, report) -> None:
-    tokenizer, worker = load(folder)
+def compare(name, tokenizer, worker, report) -> None:
     for case, (messages, tools) in CONVERSATIONS.items():
         a, b = theirs(tokenizer, messages, tools), ours(worker, messages, tools)
         report["compared"] += 1
@@ -127,27 +130,33 @@ def real_tokenizers(out: Path):
     return found
 
 
-def write_real(out: Path):
-    """A folder for each real template, its tokens added to one of the real tokenizers, and for each tokenizer with a plain format."""
-    from tokenizers import AddedToken, Tokenizer
+def compare_real(out: Path, report) -> None:
+    """Every real template with one of the real tokenizers, in turn, and every tokenizer with a plain format. A template's tokens are added to its tokenizer."""
+    from tokenizers import AddedToken
     tokenizers = real_tokenizers(out)
-    names = list(tokenizers)
-    templates = {path.stem: path.read_text(encoding="utf-8") for path in sorted((CACHE / "models/templates").glob("*.jinja"))}
-    pairs = [(f"{template}+{names[i % len(names)]}", source, tokenizers[names[i % len(names)]]) for i, (template, source) in enumerate(templates.items())]
-    pairs += [(f"chatml+{name}", (ROOT / "tests/prepare/templates/chatml.jinja").read_text(), tokenizer) for name, tokenizer in tokenizers.items()]
-    for number, (name, source, tokenizer) in enumerate(pairs):
-        folder = out / f"{number:03}"
+    templates = [(path.stem, path.read_text(encoding="utf-8")) for path in sorted((CACHE / "models/templates").glob("*.jinja"))]
+    plain = ("chatml", (ROOT / "tests/prepare/templates/chatml.jinja").read_text(encoding="utf-8"))
+    print(f"{len(templates)} templates, {len(tokenizers)} tokenizers: {', '.join(tokenizers)}", flush=True)
+    for number, (name, tokenizer) in enumerate(tokenizers.items()):
+        mine = [plain] + templates[number::len(tokenizers)]
+        added = {token for _, source in mine for token in re.findall(
+            r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|</s>|<end_of_turn>|<start_of_turn>|\[/?INST\]|<seed:\w+>|\[e~\[|<sep>|<SPECIAL_\d+>", source)} | {"<s>", "</s>"}
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(added)])
+        folder = out / name
         folder.mkdir()
-        tokenizer = Tokenizer.from_str(tokenizer.to_str())
-        added = sorted(set(re.findall(r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|</s>|<end_of_turn>|<start_of_turn>|\[/?INST\]|<seed:\w+>|\[e~\[|<sep>|<SPECIAL_\d+>", source)))
-        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in added])
         tokenizer.save(str(folder / "tokenizer.json"))
-        ends = ["<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<|return|>", "<end_of_turn>", "<seed:eos>", "[e~[", "<|END_OF_TURN_TOKEN|>"]
-        (folder / "tokenizer_config.json").write_text(json.dumps({
-            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "bos_token": "<s>", "chat_template": source,
-            "eos_token": next((end for end in ends if end in source), "</s>")}))
-        yield name, folder
-    print(f"{len(templates)} templates, {len(tokenizers)} tokenizers: {', '.join(names)}")
+        (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "bos_token": "<s>",
+                                                                  "eos_token": "</s>", "chat_template": plain[1]}))
+        loaded, worker = load(folder)
+        specials = {token.content for token in worker.tokenizer.get_added_tokens_decoder().values() if token.special}
+        for template, source in mine:
+            ends = ["<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>", "<|return|>", "<end_of_turn>", "<seed:eos>", "[e~[", "<|END_OF_TURN_TOKEN|>"]
+            loaded.eos_token = end = next((text for text in ends if text in source), "</s>")
+            loaded.chat_template = source
+            worker.template = text_worker.Renderer(source, {"bos_token": "<s>", "eos_token": end}, specials, {end}, date=DATE)
+            worker.templates = {"default": worker.template}
+            compare(f"{template}+{name}", loaded, worker, report)
+        print(f"{name}: {len(mine)} templates, {len(report['different'])} differences so far", flush=True)
 
 
 def main() -> int:
@@ -159,11 +168,11 @@ def main() -> int:
     chat.datetime = FixedDay
     with tempfile.TemporaryDirectory() as place:
         out = Path(place)
-        families.write_folders(out / "families")
         if arguments.write:
+            families.write_folders(out / "families")
             expected = {}
             for name in FAMILIES:
-                tokenizer, _ = load(out / "families" / name)
+                tokenizer = load_theirs(out / "families" / name)
                 for case, (messages, tools) in CONVERSATIONS.items():
                     result = theirs(tokenizer, messages, tools)
                     expected[f"{name}/{case}"] = {"raises": result} if isinstance(result, str) else {
@@ -173,10 +182,10 @@ def main() -> int:
             print(f"{EXPECTED}: {len(expected)} cases")
             return 0
         report = {"compared": 0, "raised": 0, "masked": 0, "different": [], "unmasked": []}
-        for name in FAMILIES:
-            compare(name, out / "families" / name, report)
-        for name, folder in write_real(out):
-            compare(name, folder, report)
+        for name, worker in families.workers(out / "families"):
+            tokenizer = load_theirs(out / "families" / name)
+            compare(name, tokenizer, worker, report)
+        compare_real(out, report)
     print(f"{report['compared']} conversations rendered and tokenized: {len(report['different'])} differ, {report['raised']} raise on both sides; "
           f"{report['masked']} masked, {len(report['unmasked'])} without a mask")
     for line in report["different"] + report["unmasked"]:
