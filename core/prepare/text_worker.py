@@ -30,7 +30,7 @@ MARK = re.compile("[\U000F0000-\U0010FFFD]")
 SPLIT = re.compile("([\U000F0000-\U0010FFFD])")
 
 WORD_COUNT = 200000  # whose tokens are remembered; the library's 10000 are soon full
-MET_LENGTH, MET_COUNT = 65536, 20000  # of segments that are remembered, in characters and in all
+MET_COUNT, KEPT_LENGTH = 200000, 4000000  # segments that are known by their hash; characters of those whose tokens are kept (150 MB)
 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
          "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
@@ -653,7 +653,7 @@ class TextWorker:
         resize = getattr(self.tokenizer.model, "_resize_cache", None)
         if resize is not None:
             resize(WORD_COUNT)
-        self.met, self.kept = set(), {}  # segments that came once, and encodings of those that came again
+        self.met, self.kept, self.kept_length = set(), {}, 0  # segments that came once, and encodings of those that came again
         fix = "fetch the target's tokenizer_config.json"
         config = read_json(folder / "tokenizer_config.json", fix) if (folder / "tokenizer_config.json").is_file() else {}
         fallback = read_json(folder / "special_tokens_map.json", fix) if (folder / "special_tokens_map.json").is_file() else {}
@@ -801,17 +801,23 @@ class TextWorker:
                 encoding = self.kept.get(piece)
                 if encoding is None:
                     encoding = self.tokenizer.encode(piece, add_special_tokens=False)
-                    if piece in self.met:
-                        self.kept[piece] = encoding
-                    elif len(piece) < MET_LENGTH:
-                        self.met.add(piece)
-                    if len(self.kept) + len(self.met) > MET_COUNT:
-                        self.kept.clear()
-                        self.met.clear()
+                    self.remember(piece, encoding)
                 segments.append((at, len(ids), encoding))
                 ids += encoding.ids
             at += len(piece)
         return Encoded(segments, ids, len(text))
+
+    def remember(self, piece: str, encoding) -> None:
+        if hash(piece) not in self.met:
+            self.met.add(hash(piece))
+            if len(self.met) > MET_COUNT:
+                self.met.clear()
+        elif len(piece) < KEPT_LENGTH // 100:
+            self.kept_length += len(piece)
+            if self.kept_length > KEPT_LENGTH:
+                self.kept.clear()
+                self.kept_length = len(piece)
+            self.kept[piece] = encoding
 
     def rows(self, lines):
         """One result for each line, in order. Texts go to the tokenizer one by one: a batch of them is slower on one core, as its results must all
