@@ -37,7 +37,7 @@ at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tenso
   SF_CHECK(gradients.size() == shards_.size(), "{} gradients for {} shards", gradients.size(), shards_.size());
   at::NoGradGuard no_grad;
   const at::Tensor ok = at::isfinite(norm).logical_and(at::isfinite(denominator)).logical_and(denominator > 0);
-  if (step_on_kernels(gradients, norm, denominator, learning_rate)) {
+  if (step_on_kernels(gradients, norm, denominator, ok, learning_rate)) {
     return ok;
   }
   const at::Tensor skip = ok.logical_not().to(at::kFloat);
@@ -82,13 +82,18 @@ at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tenso
 }
 
 // One pass over memory. False when the shards are not on a GPU with kernels.
-bool AdamW::step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator,
+bool AdamW::step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, const at::Tensor& ok,
                             double learning_rate) {
   std::vector<cuda::AdamwTensor> tensors;
-  std::vector<at::Tensor> alive;  // made here, until the launch
+  std::vector<at::Tensor> alive;    // made here, until the launch
+  std::vector<at::Tensor> counted;  // of shards of which this rank holds nothing; their updates count all the same, and rank 0 saves the count
   for (ShardState& state : states_) {
     const at::Tensor& gradient = gradients[state.shard];
-    if (!gradient.defined() || gradient.numel() == 0) {
+    if (!gradient.defined()) {
+      continue;
+    }
+    if (gradient.numel() == 0) {
+      counted.push_back(state.steps);
       continue;
     }
     at::Tensor& local = shards_[state.shard].local;
@@ -111,6 +116,9 @@ bool AdamW::step_on_kernels(const std::vector<at::Tensor>& gradients, const at::
                                         .max_norm = options_.max_grad_norm, .learning_rate = learning_rate, .beta1 = options_.beta1, .beta2 = options_.beta2,
                                         .eps = options_.eps, .weight_decay = options_.weight_decay},
                                        stream_of(norm_float)));
+  if (!counted.empty()) {
+    at::_foreach_add_(counted, ok.to(at::kFloat));
+  }
   return true;
 }
 

@@ -41,7 +41,8 @@ class AdamW {
   int64_t bytes() const;
 
  private:
-  bool step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate);
+  bool step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, const at::Tensor& ok,
+                       double learning_rate);
 
   std::vector<Shard>& shards_;
   AdamWOptions options_;

@@ -535,7 +535,7 @@ TEST_CASE("cuda: the optimizer's pass equals the CPU's, and a norm that is not f
   const auto shards_on = [](at::Device device, at::ScalarType type) {
     at::manual_seed(43);
     std::vector<sf::Shard> shards;
-    for (const int64_t count : {1, 7, 4096, 100003}) {
+    for (const int64_t count : {1, 7, 4096, 0, 100003}) {  // of one this rank holds nothing: its updates count all the same
       sf::Shard shard;
       shard.local = random({count}, at::kFloat).to(type).to(device);
       shard.trainable = true;
@@ -559,8 +559,10 @@ TEST_CASE("cuda: the optimizer's pass equals the CPU's, and a norm that is not f
     }
     for (size_t i = 0; i < here.size(); ++i) {
       CAPTURE(i);
-      CHECK(relative_distance(gpu.states()[i].master.cpu(), cpu.states()[i].master) < 1e-6);
-      CHECK(relative_distance(gpu.states()[i].exp_avg_sq.cpu(), cpu.states()[i].exp_avg_sq) < 1e-5);
+      if (here[i].local.numel() > 0) {
+        CHECK(relative_distance(gpu.states()[i].master.cpu(), cpu.states()[i].master) < 1e-6);
+        CHECK(relative_distance(gpu.states()[i].exp_avg_sq.cpu(), cpu.states()[i].exp_avg_sq) < 1e-5);
+      }
       CHECK(gpu.states()[i].steps.item<float>() == cpu.states()[i].steps.item<float>());
       CHECK(at::equal(there[i].local, gpu.states()[i].master.to(type)));
     }
