@@ -47,7 +47,8 @@ class Decoder {
         break;
       }
       fill();
-      if (std::all_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.is_free(); })) break;
+      leave_empty_places();
+      if (slots_.empty()) break;
       step();
       if (options_.progress) options_.progress(times_.tokens, finished_);
     }
@@ -95,6 +96,20 @@ class Decoder {
       take(states.logits_btv, rows);
       times_.prefill_seconds += seconds_since(start);
     }
+  }
+
+  // When no prompt waits: a pass reads the cache of all places without a copy only while nobody is missing.
+  void leave_empty_places() {
+    std::vector<int64_t> busy;
+    std::vector<Slot> kept;
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].is_free()) continue;
+      busy.push_back(static_cast<int64_t>(i));
+      kept.push_back(slots_[i]);
+    }
+    if (busy.size() == slots_.size()) return;
+    slots_ = std::move(kept);
+    if (!busy.empty()) cache_ = cache_.select(busy);
   }
 
   // One token for every sequence.

@@ -140,20 +140,24 @@ Json check_export(const ExportCheckRequest& request) {
   trained.session.placement.dtype =
       trained.session.placement.device.is_cpu() || plan.get<std::string>("model.torch_dtype") != "bfloat16" ? at::kFloat : at::kBFloat16;
   trained.session.batch_shape.max_tokens = plan.get<int64_t>("data.max_length");
-  trained.session.target_fingerprint = target_fingerprint(target_json, WeightFolder::open(target_folder));
   const ModelFacts facts = model_facts(plan);
   trained.session.description = algorithm.describe(facts);
   const Description meant = trained.session.description;
-  trained.session.tables = load_target_tables({.folder = target_folder,
-                                               .embedding_key = plan.get<std::string>("model.embedding_key"),
-                                               .lm_head_key = plan.get<std::string>("model.lm_head_key"),
-                                               .dtype = trained.session.placement.dtype,
-                                               .device = trained.session.placement.device});
   int64_t drafted = trained_tokens(meant), blocks = 0, changed = 0;
   double largest = 0, scale = 0;
   std::vector<PositionAcceptance> positions;
   Json replayed;
   std::string why_not;
+  try {
+    trained.session.target_fingerprint = target_fingerprint(target_json, WeightFolder::open(target_folder));
+    trained.session.tables = load_target_tables({.folder = target_folder,
+                                                 .embedding_key = plan.get<std::string>("model.embedding_key"),
+                                                 .lm_head_key = plan.get<std::string>("model.lm_head_key"),
+                                                 .dtype = trained.session.placement.dtype,
+                                                 .device = trained.session.placement.device});
+  } catch (const Error& error) {
+    why_not = format("the target's embedding and head can't be read ({})", error.what());
+  }
   try {
     if (!view.architecture.empty()) {
       const fs::path config_path = request.folder / "config.json";
@@ -162,7 +166,9 @@ Json check_export(const ExportCheckRequest& request) {
     compare_record(request.folder, problems);
     const fs::path features = features_path(request, plan);
     const Drafter& drafter = drafter_of(context);
-    if (features.empty()) {
+    if (!why_not.empty()) {
+      // told below
+    } else if (features.empty()) {
       why_not = "there are no recorded features to replay: capture the recipe's, or give --features";
     } else {
       const at::ScalarType type = plan.get<std::string>("export.dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat;

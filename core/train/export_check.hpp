@@ -17,7 +17,7 @@ struct ExportCheckRequest {
 };
 
 /// {"fine": bool, "problems": [...], "replayed": {...} or null, "per_position": [...], "acceptance_length", "serve": {...}}. The algorithm is described and bound
-/// anew, twice. Throws only for what is wrong with the checkpoint or the target.
+/// anew, twice. Without the target's tables nothing is replayed.
 [[nodiscard]] Json check_export(const ExportCheckRequest& request);
 
 }  // namespace sf
