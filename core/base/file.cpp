@@ -37,6 +37,12 @@ namespace {
     case EFBIG:
       hint = "raise the limit on the size of files (ulimit -f), or choose a file system that takes larger ones";
       break;
+    case EISDIR:
+      hint = "name a file; a folder is there";
+      break;
+    case ENOTDIR:
+      hint = "check the path; a part of it is a file and no folder";
+      break;
     default:
       break;
   }

@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/text.hpp"
+#include "core/checkpoint/presence.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -89,10 +90,11 @@ void copy_common(ElementRange from, const std::byte* from_data, ElementRange to,
 }  // namespace
 
 CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
-  if (!fs::is_directory(folder)) {
+  std::error_code unknown;
+  if (!fs::is_directory(folder, unknown)) {
     throw Error(ExitCode::kCheckpoint, format("checkpoint {} does not exist", folder));
   }
-  if (!fs::exists(folder / kMarkerFile)) {
+  if (!is_there(folder / kMarkerFile)) {
     throw Error(
         ExitCode::kCheckpoint,
         format("{} has no {}: it is not a checkpoint, or its save was cut short", folder, kMarkerFile));
@@ -100,7 +102,7 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
   CheckpointReader out;
   out.folder_ = folder;
   const std::string marker = read_file(folder / kMarkerFile, ExitCode::kCheckpoint);
-  if (!fs::exists(folder / kIndexFile)) {
+  if (!is_there(folder / kIndexFile)) {
     throw damaged(folder, format("{} is missing", kIndexFile));
   }
   const std::string index_text = read_file(folder / kIndexFile, ExitCode::kCheckpoint);

@@ -3,6 +3,7 @@
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
+#include "core/checkpoint/presence.hpp"
 #include "core/checkpoint/retention.hpp"
 
 #include <algorithm>
@@ -51,7 +52,7 @@ std::optional<fs::path> newest_in(const fs::path& run_folder) {
     if (found.state == FoundCheckpoint::State::unfinished) {
       continue;
     }
-    if (fs::exists(found.folder / kMarkerFile)) {
+    if (is_there(found.folder / kMarkerFile)) {
       newest = found.folder;
       break;
     }
@@ -73,7 +74,7 @@ std::optional<fs::path> newest_in(const fs::path& run_folder) {
 // "atuo" is a slip of the pen and no folder.
 void refuse_slip(const std::string& which) {
   const std::string near = did_you_mean(which, {"auto", "best"});
-  if (which.find('/') == std::string::npos && !fs::exists(which)) {
+  if (which.find('/') == std::string::npos && !is_there(which)) {
     throw Error(ExitCode::kCheckpoint, format("there is no checkpoint \"{}\": no folder is called so", which),
                 near.empty() ? "auto (the newest), best, or the folder of a checkpoint or of a run" : format("did you mean \"{}\"?", near));
   }
@@ -89,14 +90,14 @@ std::vector<FoundCheckpoint> list_checkpoints(const fs::path& run_folder, Checkp
     const bool partial = name.starts_with(kPartialPrefix);
     const std::optional<int64_t> step =
         step_of_folder_name(partial ? std::string_view(name).substr(kPartialPrefix.size()) : name);
-    if (!step || !entry.is_directory()) {
+    if (!step || !entry.is_directory(missing)) {
       continue;
     }
     FoundCheckpoint found{.folder = entry.path(), .step = *step};
     if (partial) {
       found.state = FoundCheckpoint::State::unfinished;
       found.why = "its save is going on, or was cut short";
-    } else if (!fs::exists(entry.path() / kMarkerFile)) {  // a save gives the name last, so the marker was there once
+    } else if (!is_there(entry.path() / kMarkerFile)) {  // a save gives the name last, so the marker was there once
       found.state = FoundCheckpoint::State::damaged;
       found.why = format("it has no {}", kMarkerFile);
     } else {
@@ -130,7 +131,7 @@ std::optional<CheckpointReader> open_checkpoint(const fs::path& run_folder, cons
   if (!folder.has_filename()) {
     folder = folder.parent_path();  // "runs/step-00000100/"
   }
-  if (!fs::exists(folder / kMarkerFile)) {
+  if (!is_there(folder / kMarkerFile)) {
     if (const std::optional<fs::path> newest = newest_in(folder)) {
       return open_or_advise(*newest, folder);
     }

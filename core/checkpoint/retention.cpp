@@ -5,6 +5,7 @@
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/checkpoint/format.hpp"
+#include "core/checkpoint/presence.hpp"
 #include "core/checkpoint/resume.hpp"
 
 #include <algorithm>
@@ -24,7 +25,7 @@ std::vector<int64_t> committed_steps(const fs::path& run_folder) {
   std::error_code missing;
   for (const auto& entry : fs::directory_iterator(run_folder, missing)) {
     const std::optional<int64_t> step = step_of_folder_name(entry.path().filename().string());
-    if (step && fs::exists(entry.path() / kMarkerFile)) {
+    if (step && is_there(entry.path() / kMarkerFile)) {
       steps.push_back(*step);
     }
   }
@@ -36,7 +37,7 @@ std::vector<int64_t> committed_steps(const fs::path& run_folder) {
 
 std::optional<BestRecord> read_best(const fs::path& run_folder) {
   const fs::path file = run_folder / kBestFile;
-  if (!fs::exists(file)) {
+  if (!is_there(file)) {
     return std::nullopt;
   }
   try {
@@ -45,7 +46,7 @@ std::optional<BestRecord> read_best(const fs::path& run_folder) {
                       .score = json.at("score").as_double(),
                       .metric = json.at("metric").as_string(),
                       .metrics = json.at("metrics")};
-    if (!fs::exists(run_folder / step_folder_name(record.step) / kMarkerFile)) {
+    if (!is_there(run_folder / step_folder_name(record.step) / kMarkerFile)) {
       return std::nullopt;
     }
     return record;
@@ -111,7 +112,8 @@ std::vector<int64_t> discard_newer_than(const fs::path& run_folder, int64_t step
   std::vector<int64_t> removed;
   const std::optional<BestRecord> best = read_best(run_folder);
   if (best && best->step > step) {
-    fs::remove(run_folder / kBestFile);
+    std::error_code ignored;  // a record of a step that is gone counts as none
+    fs::remove(run_folder / kBestFile, ignored);
   }
   for (const int64_t found : committed_steps(run_folder)) {
     if (found > step) {
@@ -132,8 +134,10 @@ void point_latest(const fs::path& run_folder, const fs::path& step_folder) {
     fs::rename(partial, link, error);
   }
   if (error) {
-    throw Error(ExitCode::kCheckpoint, format("{}: {}", link, error.message()),
-                "is there something else of this name?");
+    // The step has its name already, and the link is for people: nothing here reads it.
+    log_warn("{} can't be made to point to {} ({}); the step itself is saved. Is there something else of this name? Move it away", link,
+             step_folder.filename(), error.message());
+    fs::remove(partial, error);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
+#include "core/checkpoint/presence.hpp"
 #include "core/checkpoint/retention.hpp"
 #include "core/recipe/rules.hpp"
 
@@ -236,7 +237,7 @@ fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointI
   atomic_write(partial / kMarkerFile, format("step {}\nindex {}\n", step, sha256(index_text)),
                ExitCode::kCheckpoint);
 
-  if (!fs::exists(folder)) {
+  if (!is_there(folder)) {
     on_disk(format("committing step {}", step), [&] { fs::rename(partial, folder); });
   } else if (renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, folder.c_str(), RENAME_EXCHANGE) == 0) {
     remove_folder(partial);                         // what had the name before

@@ -1,5 +1,6 @@
 #include "core/plan/facts.hpp"
 
+#include <algorithm>
 #include <array>
 #include <system_error>
 #include <thread>
@@ -46,6 +47,16 @@ void check_decoder(const Json& decoder, const Facts& facts, const fs::path& path
   }
   if (number("head_dim") % 2 != 0) {
     complain(format("head_dim is {}, expected an even number: rotary positions turn pairs", number("head_dim")));
+  }
+  for (const char* name : {"pad_token_id", "eos_token_id", "unk_token_id"}) {
+    const Json* value = decoder.find(name);
+    const auto is_id = [](const Json& id) { return id.is_int() && id.as_int() >= -1; };
+    if (value == nullptr || value->is_null() || is_id(*value)) {
+      continue;
+    }
+    if (!value->is_array() || !std::all_of(value->items().begin(), value->items().end(), is_id)) {
+      complain(format("{} is {}, expected the id of a token or a list of them", name, value->dump()));
+    }
   }
   if (const Json* eps = decoder.find("rms_norm_eps"); eps != nullptr && !eps->is_null()) {
     if (!eps->is_number() || !(eps->as_double() > 0)) {

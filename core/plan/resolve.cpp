@@ -59,6 +59,20 @@ void check_devices(const Machine& machine, const ResolveRequest& request, const 
   }
 }
 
+// Two names of one folder become the same name, so that rules see that it is one.
+void take_as_one(const char* key, const char* other, PlanValues& values) {
+  const auto first = values.find(key), second = values.find(other);
+  if (first == values.end() || second == values.end()) {
+    return;
+  }
+  const auto& path = std::get<std::string>(first->second.value);
+  auto& alias = std::get<std::string>(second->second.value);
+  std::error_code missing;  // then they are two
+  if (!path.empty() && !alias.empty() && fs::equivalent(path, alias, missing)) {
+    alias = path;
+  }
+}
+
 const Manifest* manifest_of(const std::vector<Manifest>& all, const std::string& name) {
   for (const Manifest& one : all) {
     if (one.name == name) {
@@ -186,6 +200,8 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
   if (auto draft = plan.values.find("model.draft_model_config"); draft != plan.values.end()) {
     check_draft_config(std::get<std::string>(draft->second.value), draft->second.place, problems);
   }
+
+  take_as_one("data.hidden_states_path", "data.eval_hidden_states_path", plan.values);
 
   std::set<std::string> provided = out.stack.provided();
   provided.insert(host_manifest().provides.begin(), host_manifest().provides.end());

@@ -641,7 +641,7 @@ Reading read_value(const TomlNode& node, const Option& option) {
         out.message =
             format("is {}, expected {}",
                    numbers.size() > 1 ? to_text(number) + " in " + toml_text(value) : toml_text(value),
-                   option.low || option.high ? range_text(option) : "a finite number");
+                   !std::isfinite(number) || !(option.low || option.high) ? std::string("a finite number") : range_text(option));
         return out;
       }
     }

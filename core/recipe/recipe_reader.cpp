@@ -33,7 +33,7 @@ void read_into(const fs::path& path, const std::string& source, std::vector<fs::
   try {
     text = read_file(path, ExitCode::kUsage);
   } catch (const Error& error) {
-    problems.error({.id = "recipe/not-readable", .message = error.what(), .fix = error.hint()});
+    problems.error({.id = "recipe/not-readable", .message = error.what(), .fix = error.hint().empty() ? "name a recipe: a file of TOML" : error.hint()});
     return;
   }
   fs::path real = fs::weakly_canonical(path);
@@ -58,7 +58,8 @@ void read_into(const fs::path& path, const std::string& source, std::vector<fs::
       problems.error({.id = "recipe/wrong-type",
                       .message = format("include is {}, expected the path of one base recipe, as a string",
                                         entry.value.kind_text()),
-                      .place = entry.place});
+                      .place = entry.place,
+                      .fix = "for example include = \"base.toml\""});
       continue;
     }
     fs::path base = folder / entry.value.string;

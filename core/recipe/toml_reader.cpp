@@ -95,10 +95,11 @@ bool parse_toml(std::string_view text, const std::string& source, TomlNode& root
   } catch (const toml::parse_error& error) {
     problems.error({.id = id,
                     .message = "not valid TOML: " + std::string(error.description()),
-                    .place = place_of(error.source(), source)});
+                    .place = place_of(error.source(), source),
+                    .fix = "correct this place: a recipe is TOML, in UTF-8"});
     return false;
   } catch (const TomlAssertion&) {
-    problems.error({.id = id, .message = "not valid TOML", .place = {source, 0, 0}});
+    problems.error({.id = id, .message = "not valid TOML", .place = {source, 0, 0}, .fix = "correct the text: a recipe is TOML, in UTF-8"});
     return false;
   }
 }

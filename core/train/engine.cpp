@@ -24,7 +24,12 @@ auto guarded(const EngineContext& context, Body&& body) {
     throw Error(ExitCode::kDevice, error.what_without_backtrace(),
                 "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
   } catch (const c10::Error& error) {
-    throw Error(ExitCode::kInternal, error.what_without_backtrace());
+    const std::string what = error.what_without_backtrace();
+    if (what.find("DefaultCPUAllocator") != std::string::npos) {  // LibTorch's CPU allocator has no kind of its own
+      throw Error(ExitCode::kDevice, "out of memory: " + what.substr(what.find("DefaultCPUAllocator")),
+                  "lower training.batch_size, training.num_anchors or data.max_length, or make the draft smaller; sf-host plan shows what takes the memory");
+    }
+    throw Error(ExitCode::kInternal, what);
   }
 }
 

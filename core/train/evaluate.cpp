@@ -8,6 +8,7 @@
 
 #include "core/base/error.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/soundness.hpp"
 
 namespace sf {
 namespace {
@@ -40,6 +41,23 @@ bool wants_to_stop(const Session& session, int64_t round) {
 }
 
 }  // namespace
+
+bool are_weights_sound(const Session& session) {
+  constexpr double kMostNorm = 1e18;  // float32 holds the square
+  bool sound = true;
+  for (const Shard& shard : session.sharding->shards()) {
+    if (shard.local.defined() && shard.local.numel() > 0) {
+      const double norm = at::linalg_vector_norm(shard.local.detach(), 2, at::OptionalIntArrayRef(), false, at::kFloat).item<double>();
+      sound = sound && std::isfinite(norm) && norm < kMostNorm;
+    }
+  }
+  if (session.placement.comm == nullptr) {
+    return sound;
+  }
+  const at::Tensor unsound = at::full({1}, sound ? 0 : 1, at::TensorOptions().dtype(at::kLong).device(session.placement.device));
+  session.placement.comm->all_reduce(unsound, Reduction::max, "weights that are not finite")->wait();
+  return unsound.item<int64_t>() == 0;
+}
 
 std::map<std::string, double> ratios(const std::map<std::string, MetricSum>& metrics) {
   std::map<std::string, double> out;
@@ -116,8 +134,12 @@ std::optional<Evaluation> evaluate(Session& session, const SampleSource& source,
   result.unusable = unusable.count;
   result.loss = session.runner->loss_sum().item<double>() / std::max(denominator, 1e-12);
   if (!std::isfinite(result.loss)) {
-    throw Error(ExitCode::kData, format("the held-out loss is {}: the draft's weights, the target's tables or the features hold numbers that are not finite", result.loss),
-                "evaluate an earlier checkpoint; sf-host doctor looks through target and features");
+    if (!are_weights_sound(session)) {
+      throw LossNotFinite(ExitCode::kUsage, format("the held-out loss is {}, and the draft's weights are not finite or far too large: the run that made them has diverged", result.loss),
+                          "take an earlier checkpoint, or train anew with a lower training.learning_rate or a longer training.warmup_ratio");
+    }
+    throw LossNotFinite(ExitCode::kData, format("the held-out loss is {}, with weights that are finite: the target's tables or the features hold numbers that are not, or the draft's states grow beyond their type", result.loss),
+                        "sf-host doctor looks through target and features; if they are right, the run has diverged: take an earlier checkpoint, or a lower training.learning_rate");
   }
   result.metrics = ratios(session.runner->metrics());
   session.algorithm->derive_metrics(result.metrics);

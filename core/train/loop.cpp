@@ -26,6 +26,7 @@
 #include "core/train/saved_run.hpp"
 #include "core/train/schedule.hpp"
 #include "core/train/session.hpp"
+#include "core/train/soundness.hpp"
 #include "core/train/staging.hpp"
 #include "core/train/step.hpp"
 #include "core/train/tracking.hpp"
@@ -93,7 +94,8 @@ class TrainingRun {
     trainer_ = std::make_unique<Trainer>(*session_->algorithm, session_->description, *session_->sharding, *session_->runner, *optimizer_,
                                          session_->placement);
     progress_.updates_total = horizon_.schedule;
-    tell_about_ranks();
+    tell_about_windows();
+    compare_lengths();
     if (session_->is_lead()) {  // the others read what rank 0 has made, never make it
       make_run_folder(session_->run_folder);
       lock_ = std::make_unique<FolderLock>(session_->run_folder, ExitCode::kCheckpoint, "another process is training in this run folder",
@@ -213,15 +215,41 @@ class TrainingRun {
             .gather = [comm](const std::string& text, std::string_view label) { return comm->gather_texts(text, label); }};
   }
 
-  void tell_about_ranks() const {
-    if (!session_->is_lead() || session_->placement.comm == nullptr) {
+  // A draft that guesses further than the samples go learns nothing about the rest.
+  void compare_lengths() const {
+    const Description& description = session_->description;
+    const bool unrolls = description.rows_per_token > 0;
+    const int64_t needed = unrolls ? description.rows_per_token + 1 : description.rows_per_slot;
+    constexpr int64_t kLookedAt = 1000;   // for the share; all of them to say that there is none
+    int64_t looked = 0, long_enough = 0, longest = 0;
+    while (looked < features_->size() && (looked < kLookedAt || long_enough == 0)) {
+      const auto tokens = static_cast<int64_t>(features_->sample_tokens(looked++).input_ids.size());
+      longest = std::max(longest, tokens);
+      long_enough += tokens >= needed ? 1 : 0;
+    }
+    const std::string what = unrolls ? format("training.ttt_length = {}", description.rows_per_token) : format("blocks of {} tokens", description.rows_per_slot);
+    const char* fix = unrolls ? "lower training.ttt_length, or train on longer conversations" : "lower model.draft_block_size, or train on longer conversations";
+    if (looked > 0 && long_enough == 0) {
+      throw Error(ExitCode::kUsage, format("{}, and none of the {} samples is that long: the longest has {} tokens, {} are needed", what, looked, longest, needed), fix);
+    }
+    if (session_->is_lead() && 2 * long_enough < looked) {
+      log_warn("{}, and only {} of the {} samples are that long ({} tokens): the last guesses learn from few of them; {}", what, long_enough,
+               looked < features_->size() ? format("first {}", looked) : format("{}", looked), needed, fix);
+    }
+  }
+
+  void tell_about_windows() const {
+    if (!session_->is_lead()) {
+      return;
+    }
+    if (window_shape_.entries() > source_.size) {
+      log_info("a window takes {} samples, and there are {}: it goes through the data more than once", window_shape_.entries(), source_.size);
+    }
+    if (session_->placement.comm == nullptr) {
       return;
     }
     log_info("{} ranks x {} micro-steps x {} samples: {} samples in a window", window_shape_.ranks, window_shape_.accumulation_steps,
              window_shape_.batch_size, window_shape_.entries());
-    if (window_shape_.entries() > source_.size) {
-      log_info("a window takes {} samples, and there are {}: it goes through the data more than once", window_shape_.entries(), source_.size);
-    }
   }
 
   // The failed window changed nothing, so what was done before it is worth keeping. Numbers that are not finite are the exception: the
@@ -396,10 +424,13 @@ class TrainingRun {
       }
       return;
     }
+    throw_diverged(format("update {} has loss {} and gradient norm {} (learning rate {}, denominator {})", update + 1, result.loss, result.gradient_norm,
+                          rate_->at(update), result.denominator));
+  }
+
+  [[noreturn]] void throw_diverged(const std::string& how) {
     diverged_ = true;
-    throw Error(ExitCode::kUsage,
-                format("the run diverged: update {} has loss {} and gradient norm {} (learning rate {}, denominator {})", update + 1,
-                       result.loss, result.gradient_norm, rate_->at(update), result.denominator),
+    throw Error(ExitCode::kUsage, "the run diverged: " + how + format("; training.learning_rate is {}", plan_.get<double>("training.learning_rate")),
                 "lower training.learning_rate or raise training.warmup_ratio and start anew; a checkpoint from before may have gone wrong already");
   }
 
@@ -490,8 +521,16 @@ class TrainingRun {
   // Nothing when a stop was requested meanwhile.
   std::optional<Evaluation> evaluate_held_out() {
     const StepInfo step{.update = progress_.update, .updates_total = horizon_.schedule, .wants_details = true};
-    std::optional<Evaluation> found =
-        evaluate(*session_, sample_source(*held_out_), step, plan_.get<int64_t>("training.eval_max_samples"));
+    std::optional<Evaluation> found;
+    try {
+      found = evaluate(*session_, sample_source(*held_out_), step, plan_.get<int64_t>("training.eval_max_samples"));
+    } catch (const LossNotFinite& error) {
+      // Features that have given a loss before are not to blame.
+      if (progress_.update > 0 && (error.code() == ExitCode::kUsage || last_evaluation_ || best_score_)) {
+        throw_diverged(format("the held-out loss after update {} is not finite", progress_.update));
+      }
+      throw;
+    }
     if (!found) {
       interrupted_ = true;
       return std::nullopt;
@@ -530,6 +569,9 @@ class TrainingRun {
       }
     }
     const double waited = seconds_since(start);
+    if (!are_weights_sound(*session_)) {  // the next window would say so; a checkpoint of them would be the newest, and of no use
+      throw_diverged(format("the weights after update {} are not finite or far too large", progress_.update));
+    }
     CheckpointSaver::Request request = snapshot(*session_, *optimizer_, progress_, *features_, staging_);
     if (session_->is_lead()) {
       const int64_t update = progress_.update;

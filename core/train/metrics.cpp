@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "core/base/file.hpp"
+#include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "sf/error.hpp"
 
@@ -26,18 +27,27 @@ std::string step_line(const StepLine& line) {
 
 MetricsFile::MetricsFile(const std::filesystem::path& path, int64_t last_step) : path_(path) {
   std::string kept;
-  if (std::filesystem::exists(path)) {
+  std::error_code unknown;
+  if (std::filesystem::is_directory(path, unknown)) {
+    throw Error(ExitCode::kCheckpoint, path.string() + " is a folder, and the run's metrics go into a file of this name", "move it away, or choose another run_id");
+  }
+  if (std::filesystem::exists(path, unknown)) {
+    int64_t number = 0, bad = 0, first_bad = 0;
     std::istringstream lines(read_file(path, ExitCode::kCheckpoint));
     for (std::string line; std::getline(lines, line);) {
+      ++number;
       try {
         const Json json = Json::parse(line, path.string());
         const Json* step = json.find("step");
         if (step != nullptr && step->as_int() <= last_step) {
           kept += line + "\n";
         }
-      } catch (const JsonError&) {
-        break;  // a line that a kill cut short; nothing valid comes after it
+      } catch (const JsonError&) {  // cut short by a kill, or written by somebody else; the lines after it are as good as those before
+        first_bad = bad++ == 0 ? number : first_bad;
       }
+    }
+    if (bad > 0) {
+      log_warn("{}: {} line{} no JSON and left out, the first is line {}", path, bad, bad == 1 ? " is" : "s are", first_bad);
     }
   }
   atomic_write(path, kept, ExitCode::kCheckpoint);

@@ -295,6 +295,10 @@ std::filesystem::path restore_weights_from(const std::filesystem::path& folder, 
   }
   at::NoGradGuard no_grad;
   for (Shard& shard : session.sharding->shards()) {
+    if (!unused.contains(shard.name)) {
+      throw Error(ExitCode::kCheckpoint, format("{}: there is no tensor '{}' among {}, which this run's draft has", exported, shard.name, file.tensors().size()),
+                  "start from a draft of the same architecture; its config.json says which one it is");
+    }
     const TensorView& view = file.at(shard.name);
     if (view.shape != shard.global_shape) {
       throw Error(ExitCode::kCheckpoint, exported.string() + ": '" + shard.name + "' is " + shape_text(view.shape) + ", this run has " +

@@ -9,6 +9,7 @@ namespace sf::draft {
 namespace {
 
 constexpr int64_t kBlockSizeDefault = 16;
+constexpr int64_t kBlockSizeMost = 1024;   // as model.draft_block_size
 
 Json parse(const std::string& text, const char* whose) {
   try {
@@ -26,6 +27,19 @@ const Json* present(const Json* object, const char* key) {
 [[noreturn]] void refuse_type(const char* place, const char* key, const Json& value, const char* expected) {
   refuse_config(std::string("the draft's configuration has ") + place + key + " = " + value.dump() + ", " + expected + " expected",
                 "correct model.draft_model_config");
+}
+
+// -1 when there is none. With another token in the place of one that can't be read the draft would learn something else than its engine does.
+int64_t mask_id(const Json* object, const char* place) {
+  const Json* value = present(object, "mask_token_id");
+  if (value == nullptr) {
+    return -1;
+  }
+  if (!value->is_int() || value->as_int() < 0) {
+    refuse_config(std::string("the draft's configuration has ") + place + "mask_token_id = " + value->dump() + ", the id of a token expected: an integer, 0 or more",
+                  "write the id that the draft is to be trained with, or leave the key out");
+  }
+  return value->as_int();
 }
 
 // How many characters have to be changed, put in or left out to turn one word into the other.
@@ -84,6 +98,10 @@ int64_t block_size(const ModelFacts& facts, std::optional<int64_t> top, std::opt
   }
   if (size < 2) {
     refuse_config("block_size is " + std::to_string(size) + ", at least 2 expected: one known token and one to draft",
+                  "set model.draft_block_size, or block_size in the draft's configuration");
+  }
+  if (size > kBlockSizeMost) {
+    refuse_config("block_size is " + std::to_string(size) + ", at most " + std::to_string(kBlockSizeMost) + " expected",
                   "set model.draft_block_size, or block_size in the draft's configuration");
   }
   return size;
@@ -278,8 +296,8 @@ BlockConfig resolve_block_config(const ModelFacts& facts, const BlockTexts& text
   }
 
   problems.attempt("mask_token_id", [&] {
-    const int64_t nested_mask = inner == nullptr ? -1 : token_id(*inner, "mask_token_id");
-    const int64_t top_mask = token_id(texts.draft, "mask_token_id");
+    const int64_t nested_mask = mask_id(inner, "dflash_config.");
+    const int64_t top_mask = mask_id(&texts.draft, "");
     if (facts.mask_token_id < 0 && nested_mask >= 0 && top_mask >= 0 && nested_mask != top_mask) {
       refuse_config("the draft's configuration has mask_token_id = " + std::to_string(top_mask) + ", but dflash_config.mask_token_id = " +
                         std::to_string(nested_mask),

@@ -9,6 +9,11 @@
 namespace sf::draft {
 namespace {
 
+constexpr int64_t kMostLayers = 1000;       // as model.draft_num_hidden_layers
+constexpr int64_t kMostColumns = 1 << 20;   // of a state, a product or the heads
+constexpr int64_t kMostTokens = 1 << 24;    // of a vocabulary
+constexpr int64_t kMostPositions = int64_t{1} << 40;
+
 // Reads keys and collects what is wrong, so that a user sees all of it at once.
 class Reader {
  public:
@@ -19,7 +24,7 @@ class Reader {
     return value == nullptr || value->is_null() ? nullptr : value;
   }
 
-  int64_t positive(const char* key, std::optional<int64_t> fallback = std::nullopt) {
+  int64_t positive(const char* key, int64_t most, std::optional<int64_t> fallback = std::nullopt) {
     const Json* value = present(key);
     if (value == nullptr) {
       if (!fallback) {
@@ -29,6 +34,10 @@ class Reader {
     }
     if (!value->is_int() || value->as_int() < 1) {
       complain(key, std::string("\"") + key + "\" is " + value->dump() + ", a positive integer expected");
+      return fallback.value_or(1);
+    }
+    if (value->as_int() > most) {
+      complain(key, std::string("\"") + key + "\" is " + value->dump() + ", at most " + std::to_string(most) + " expected");
       return fallback.value_or(1);
     }
     return value->as_int();
@@ -138,25 +147,33 @@ DraftConfig read_draft_config(const Json& config, RopeRounding rounding, ConfigP
   } else {
     result.architecture = architectures->at(size_t{0}).as_string();
   }
-  result.hidden_size = reader.positive("hidden_size");
-  result.intermediate_size = reader.positive("intermediate_size");
-  result.layers = reader.positive("num_hidden_layers");
-  result.heads = reader.positive("num_attention_heads");
-  result.kv_heads = reader.positive("num_key_value_heads", result.heads);
-  result.vocab_size = reader.positive("vocab_size");
-  if (reader.present("head_dim") == nullptr && result.hidden_size % result.heads != 0) {
+  result.hidden_size = reader.positive("hidden_size", kMostColumns);
+  result.intermediate_size = reader.positive("intermediate_size", kMostColumns);
+  result.layers = reader.positive("num_hidden_layers", kMostLayers);
+  result.heads = reader.positive("num_attention_heads", kMostColumns);
+  result.kv_heads = reader.positive("num_key_value_heads", kMostColumns, result.heads);
+  result.vocab_size = reader.positive("vocab_size", kMostTokens);
+  if (reader.present("max_position_embeddings") != nullptr) {
+    (void)reader.positive("max_position_embeddings", kMostPositions);
+  }
+  const bool knows_heads = !problems.is_bad("num_attention_heads");  // what is compared with a bad value says nothing
+  if (knows_heads && !problems.is_bad("hidden_size") && reader.present("head_dim") == nullptr && result.hidden_size % result.heads != 0) {
     reader.complain("hidden_size", "\"hidden_size\" " + std::to_string(result.hidden_size) + " does not divide by " + std::to_string(result.heads) +
                     " heads and there is no \"head_dim\"");
   }
-  result.head_dim = reader.positive("head_dim", std::max<int64_t>(1, result.hidden_size / result.heads));
-  if (result.heads % result.kv_heads != 0) {
-    reader.complain("num_attention_heads", "\"num_attention_heads\" " + std::to_string(result.heads) + " is no multiple of \"num_key_value_heads\" " +
-                    std::to_string(result.kv_heads));
+  result.head_dim = reader.positive("head_dim", kMostColumns, std::max<int64_t>(1, result.hidden_size / result.heads));
+  if (knows_heads && !problems.is_bad("num_key_value_heads") && result.heads % result.kv_heads != 0) {
+    problems.add("num_key_value_heads", "\"num_attention_heads\" " + std::to_string(result.heads) + " is no multiple of \"num_key_value_heads\" " +
+                                            std::to_string(result.kv_heads),
+                 "correct " + problems.place_of("num_key_value_heads") + " or num_attention_heads");
   }
-  if (result.head_dim % 2 != 0) {
+  if (result.head_dim % 2 != 0 && (reader.present("head_dim") != nullptr || knows_heads)) {
     reader.complain("head_dim", "\"head_dim\" is " + std::to_string(result.head_dim) + "; rotary positions need an even one");
   }
   result.rms_norm_eps = reader.number("rms_norm_eps", 1e-6);
+  if (result.rms_norm_eps == 0) {  // a row of zeros would have a norm that is not finite
+    reader.complain("rms_norm_eps", "\"rms_norm_eps\" is 0, a number above 0 expected");
+  }
   result.initializer_range = reader.number("initializer_range", 0.02);
   result.attention_bias = reader.boolean("attention_bias", false);
   if (reader.present("is_causal") != nullptr) {
@@ -279,10 +296,15 @@ int64_t resolve_mask_token(const MaskTokenFacts& facts) {
 
 int64_t token_id(const Json& config, const char* key) {
   const Json* value = config.find(key);
-  if (value != nullptr && value->is_array() && value->size() > 0) {
-    value = &value->at(size_t{0});
+  if (value == nullptr || value->is_null() || (value->is_array() && value->size() == 0)) {
+    return -1;
   }
-  return value != nullptr && value->is_int() ? value->as_int() : -1;
+  const Json& first = value->is_array() ? value->at(size_t{0}) : *value;
+  if (!first.is_int() || first.as_int() < -1) {
+    throw Error(ExitCode::kData, std::string("the target's config.json has ") + key + " = " + value->dump() + ", the id of a token or a list of them expected",
+                "download the target's config.json again");
+  }
+  return first.as_int();
 }
 
 }  // namespace sf::draft

@@ -61,7 +61,7 @@ struct MaskTokenFacts {
 /// The first that there is; throws sf::Error (usage) when there is none or when it lies outside the embedding.
 [[nodiscard]] int64_t resolve_mask_token(const MaskTokenFacts& facts);
 
-/// An integer at `key`, -1 when absent, null or a list whose first entry is none (eos_token_id may be a list).
+/// The id of a target's token, of a list (eos_token_id) the first; -1 when absent, null, empty or -1. Throws sf::Error (data) with the value for anything else.
 [[nodiscard]] int64_t token_id(const Json& config, const char* key);
 
 }  // namespace sf::draft

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <numbers>
+#include <optional>
 
 namespace sf::draft {
 
@@ -34,6 +35,28 @@ struct Places {
   std::vector<const Json*> tables;  // rope_parameters, rope_scaling
   std::vector<const Json*> tops;    // the configuration, its text_config
 
+  // "rope_type", or "type" as older configurations spell it, in any table: all that are there say the same.
+  [[nodiscard]] std::optional<std::string> type() const {
+    std::optional<std::string> found;
+    std::string found_key;
+    for (const char* key : {"rope_type", "type"}) {
+      for (const Json* table : tables) {
+        const Json* value = present(table, key);
+        if (value == nullptr) continue;
+        if (!value->is_string())
+          refuse("\"" + std::string(key) + "\" is " + value->kind_name() + ", a string expected");
+        // Text alone has the same position on all three axes of a multimodal rope, which is then the default one.
+        const std::string name = *value == Json("mrope") ? "default" : value->as_string();
+        if (found && *found != name) {
+          refuse("the configuration gives two types, \"" + found_key + "\" = \"" + *found + "\" and \"" + key + "\" = \"" + name + "\"",
+                 "keep the one that the model was trained with");
+        }
+        if (!found) found_key = key;
+        found = name;
+      }
+    }
+    return found;
+  }
   // The value of `key` in the tables, or nothing. Two tables that differ are an error.
   [[nodiscard]] const Json* in_tables(std::string_view key) const { return agreed(tables, key); }
   [[nodiscard]] const Json* anywhere(std::string_view key) const {
@@ -173,19 +196,11 @@ Rope rope_from_config(const Json& config, int64_t head_dim, RopeRounding roundin
     rope.theta = kThetaDefault;
   if (!(rope.theta > 1)) refuse("rope_theta is " + std::to_string(rope.theta) + ", more than 1 expected");
 
-  const Json* type = places.in_tables("rope_type");
-  const Json* old_type = places.in_tables("type");  // the spelling of older configurations
-  if (type == nullptr) type = old_type;
-  if (type != nullptr) {
-    if (!type->is_string())
-      refuse(std::string("\"rope_type\" is ") + type->kind_name() + ", a string expected");
-    rope.type = type->as_string();
+  if (const std::optional<std::string> type = places.type()) {
+    rope.type = *type;
   } else if (places.in_tables("factor") != nullptr) {
     refuse("the configuration gives a factor, but no \"rope_type\"");
   }
-  // Text alone has the same position on all three axes of a multimodal rope, which is then the default one.
-  if (rope.type == "mrope") rope.type = "default";
-
   double partial = 1;
   if (const Json* given = places.anywhere("partial_rotary_factor"))
     partial = number(*given, "partial_rotary_factor");

@@ -225,5 +225,28 @@ TEST_CASE("retention: what killed runs left is swept when the next one starts") 
   CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000010"});
 }
 
+TEST_CASE("retention: something else called latest costs a warning and no step") {
+  TempFolder folder;
+  fs::create_directories(folder.path() / "latest" / "mine");
+  CHECK_NOTHROW(save_steps(folder.path(), {10, 20}));
+  CHECK(open_checkpoint(folder.path(), "auto")->index().step == 20);
+  CHECK(fs::is_directory(folder.path() / "latest" / "mine"));
+  CHECK(test::names_in(folder.path()) == std::vector<std::string>{"latest", "step-00000010", "step-00000020"});
+}
+
+TEST_CASE("retention: links to themselves are as if nothing was there") {
+  TempFolder folder;
+  save_steps(folder.path(), {10});
+  fs::create_symlink("best.json", folder.path() / "best.json");
+  CHECK_FALSE(read_best(folder.path()).has_value());
+  CHECK(open_checkpoint(folder.path(), "best")->index().step == 10);
+  fs::create_directory(folder.path() / "step-00000020");
+  fs::create_symlink(kMarkerFile, folder.path() / "step-00000020" / kMarkerFile);
+  CHECK(open_checkpoint(folder.path(), "auto")->index().step == 10);
+  fs::create_symlink("step-00000030", folder.path() / "step-00000030");
+  CHECK(list_checkpoints(folder.path()).size() == 2);
+  CHECK(checkpoint_error([&] { (void)open_checkpoint(folder.path(), folder.path() / "step-00000030"); }).find("does not exist") != std::string::npos);
+}
+
 }  // namespace
 }  // namespace sf

@@ -66,6 +66,16 @@ TEST_CASE("rope: theta is found wherever configurations put it") {
 TEST_CASE("rope: a configuration that says two things, or nothing that is known, is refused") {
   CHECK(rope_error(R"({"rope_theta": 10000, "rope_parameters": {"rope_theta": 500000}})") ==
         "rope: the configuration gives two values for \"rope_theta\", 500000 and 10000");
+  for (const char* two : {R"({"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}})",
+                          R"({"rope_parameters": {"rope_type": "default", "type": "linear", "factor": 4}})",
+                          R"({"rope_parameters": {"type": "default"}, "rope_scaling": {"type": "linear", "factor": 2}})",
+                          R"({"rope_parameters": {"type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2}})",
+                          R"({"text_config": {"rope_scaling": {"rope_type": "default"}}, "rope_scaling": {"type": "linear", "factor": 2}})"}) {
+    CAPTURE(two);
+    CHECK(rope_error(two).starts_with("rope: the configuration gives two types, "));
+  }
+  CHECK(rope_of(R"({"rope_scaling": {"type": "mrope", "rope_type": "default"}})").type == "default");
+  CHECK(rope_of(R"({"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_scaling": {"type": "linear", "factor": 2}})").type == "linear");
   CHECK(rope_error(R"({"rope_scaling": {"rope_type": "longrope", "factor": 2}})") ==
         "rope: type \"longrope\" is not known");
   CHECK(rope_error(R"({"rope_scaling": {"rope_type": "dynamic", "factor": 2}})")

@@ -265,3 +265,46 @@ TEST_CASE("draft configuration: everything that is wrong is told at once, and a 
     CHECK_MESSAGE(error.problems().size() == 6, told);  // hidden_size is not compared with the target's, nor divided by heads or groups
   }
 }
+
+TEST_CASE("draft configuration: a mask token that is no id is refused with its value, wherever it stands, and never replaced by another token") {
+  ModelFacts facts;
+  facts.target_config_json = R"({"hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 6, "pad_token_id": 7})";
+  for (const char* place : {"dflash_config.mask_token_id", "mask_token_id"}) {
+    for (const char* value : {"\"x\"", "-5", "3.7", "1e20", "true", "[3]", "{}"}) {
+      const std::string told = refusal({{place, value}}, facts);
+      CAPTURE(told);
+      CHECK(told.find(std::string(place) + " = ") != std::string::npos);
+      CHECK(told.find("the id of a token expected") != std::string::npos);
+    }
+  }
+}
+
+TEST_CASE("draft configuration: a target's token id of another type is refused and not passed over") {
+  CHECK(draft::token_id(Json::parse(R"({"pad_token_id": 7})"), "pad_token_id") == 7);
+  CHECK(draft::token_id(Json::parse(R"({"eos_token_id": [5, 6]})"), "eos_token_id") == 5);
+  for (const char* none : {"{}", R"({"pad_token_id": null})", R"({"pad_token_id": -1})", R"({"pad_token_id": []})"}) {
+    CHECK(draft::token_id(Json::parse(none), "pad_token_id") == -1);
+  }
+  for (const char* wrong : {R"({"pad_token_id": "7"})", R"({"pad_token_id": 7.5})", R"({"pad_token_id": true})", R"({"pad_token_id": ["a"]})", R"({"pad_token_id": -2})"}) {
+    CAPTURE(wrong);
+    CHECK_THROWS_WITH_AS((void)draft::token_id(Json::parse(wrong), "pad_token_id"), doctest::Contains("the target's config.json has pad_token_id = "), sf::Error);
+  }
+}
+
+TEST_CASE("draft configuration: sizes beyond all reason, lengths that are no number and a norm without epsilon are refused") {
+  struct Row {
+    const char* key;
+    const char* value;
+    const char* told;
+  };
+  for (const Row& row : {Row{"num_hidden_layers", "10000000", "at most 1000 expected"}, Row{"hidden_size", "1000000000000", "at most 1048576 expected"},
+                         Row{"vocab_size", "1000000000000", "at most 16777216 expected"}, Row{"block_size", "5000", "at most 1024 expected"},
+                         Row{"dflash_config.selector_rank", "1000000000000", "at most 65536 expected"}, Row{"dflash_config.selector_top_k", "2000", "at most 1024 expected"},
+                         Row{"max_position_embeddings", "\"a\"", "a positive integer expected"}, Row{"max_position_embeddings", "-3", "a positive integer expected"},
+                         Row{"rms_norm_eps", "0", "a number above 0 expected"}}) {
+    CAPTURE(row.key);
+    const std::string told = refusal({{row.key, row.value}});
+    CAPTURE(told);
+    CHECK(told.find(row.told) != std::string::npos);
+  }
+}

@@ -71,3 +71,8 @@ TEST_CASE("dflash2 manifest: an option for a configuration made here is refused 
   CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dflash2.selector_top_k=16"}) == "dflash2/top-k-and-config");
   CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dflash2.architecture=\"dflash2\""}) == "dflash2/architecture-and-config");
 }
+
+TEST_CASE("dflash2 manifest: a block is no longer than a sample may be") {
+  CHECK(judged({"model.draft_block_size=64", "data.max_length=48"}) == "dflash2/block-longer-than-samples");
+  CHECK(judged({"model.draft_block_size=48", "data.max_length=48"}) == "");
+}

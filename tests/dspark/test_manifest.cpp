@@ -56,3 +56,8 @@ TEST_CASE("dspark manifest: an option for a configuration made here is refused n
   }
   CHECK(judged({"model.draft_model_config=\"draft.json\"", "plugin.dspark.markov_rank=256"}) == "");  // as the saved recipe of a run says
 }
+
+TEST_CASE("dspark manifest: a block is no longer than a sample may be") {
+  CHECK(judged({"model.draft_block_size=64", "data.max_length=48"}) == "dspark/block-longer-than-samples");
+  CHECK(judged({"model.draft_block_size=48", "data.max_length=48"}) == "");
+}

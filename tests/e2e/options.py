@@ -316,7 +316,7 @@ def what_a_backend_does_not_offer_is_refused_by_name_and_one_rank_is_told():
                 expect(told, f"{backend} does not offer training.{name}; fsdp", "fix:")
     every = [part for name, value in BACKEND_OPTIONS.items() for part in ("--set", f"training.{name}={value}")]
     told = work.host("train", "--backend", "fsdp2", *every).stderr
-    expect(told, "fsdp2: one rank", "without effect here: training.shard_frozen_tables")
+    expect(told, "fsdp2: one rank", "fsdp2/tables-on-one-rank")
     saved = (work.run / "recipe.toml").read_text()  # spells out every value: other backends know the keys
     (work.path / "saved.toml").write_text(saved)
     expect(work.host("plan", "--backend", "fsdp1", recipe="saved.toml", code=2).stderr, "B3", "B5/buffers", "B5/group", "B5/dtype")

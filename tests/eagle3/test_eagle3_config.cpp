@@ -175,3 +175,17 @@ TEST_CASE("eagle3 config: a draft with another hidden size needs an embedding of
   CHECK(found.target_hidden == 16);
   CHECK(found.layers.hidden_size == 24);
 }
+
+TEST_CASE("eagle3 configuration: what is compared with a value that is wrong itself is left alone") {
+  std::string told = refusal(facts_with("num_attention_heads", "\"4\""));
+  check_refused(told, {"\"num_attention_heads\" is \"4\""});
+  CHECK(told.find("no multiple") == std::string::npos);
+  told = refusal(facts_with("vocab_size", "\"5\""));
+  check_refused(told, {"\"vocab_size\" is \"5\""});
+  CHECK(told.find("but the target has") == std::string::npos);
+  told = refusal(facts_with("num_key_value_heads", "3"));
+  check_refused(told, {"num_key_value_heads"});
+  told = refusal(facts_with("num_hidden_layers", "10000000"));
+  check_refused(told, {"exactly one layer"});
+  check_refused(refusal(facts_with("max_position_embeddings", "\"a\"")), {"a positive integer expected"});
+}

@@ -2,6 +2,7 @@
 #include "core/plan/plan.hpp"
 #include "core/plan/print.hpp"
 #include "core/plan/resolve.hpp"
+#include "core/plan/window_note.hpp"
 #include "tests/plugin/fake_files.hpp"
 
 using namespace sf;
@@ -232,4 +233,40 @@ TEST_CASE("plan: as JSON every value has its origin, as text the sizes stand in 
         std::string::npos);
   CHECK(plan_summary(*out.plan).find("training.seed") == std::string::npos);
   CHECK(plan_summary(*out.plan).find("training.num_anchors") != std::string::npos);
+}
+
+TEST_CASE("plan: a window that takes more samples than there are is said, from features or from the conversations") {
+  Case c;
+  atomic_write(c.folder.path / "train.jsonl", "{}\n{}\n\n{}\n");
+  const auto note_with = [&](int64_t ranks, const char* more = "training.log_interval=1") {
+    ResolveRequest request{.recipe = {}, .overrides = {"training.batch_size=2", "training.accumulation_steps=1", "data.train_data_path=\"" + (c.folder.path / "train.jsonl").string() + "\"", more}};
+    request.ranks.count = ranks;
+    Resolution out = c.run(request);
+    REQUIRE_MESSAGE(out.plan, out.problems.text());
+    return window_note(*out.plan);
+  };
+  CHECK(note_with(1) == "");
+  CHECK(note_with(2) == "a window takes 4 samples (2 ranks x 1 micro-steps x 2), and there are 3: it goes through the data more than once");
+  fs::create_directories(c.folder.path / "features");
+  atomic_write(c.folder.path / "features" / "manifest.json", "{\"records\": 1}");
+  const std::string features = "data.hidden_states_path=\"" + (c.folder.path / "features").string() + "\"";
+  CHECK(note_with(1, features.c_str()).find("and there are 1") != std::string::npos);
+}
+
+TEST_CASE("plan: two names of one features folder are the same folder") {
+  Case c;
+  fs::create_directories(c.folder.path / "features");
+  fs::create_directory_symlink("features", c.folder.path / "held_out");
+  const Resolution out = c.run({.recipe = {}, .overrides = {"data.hidden_states_path=\"" + (c.folder.path / "features").string() + "\"",
+                                                            "data.eval_hidden_states_path=\"" + (c.folder.path / "held_out").string() + "\""}});
+  CHECK(out.problems.contains("host/same-features"));
+}
+
+TEST_CASE("plan: a target whose token ids are no ids is refused with its file") {
+  Case c;
+  c.config = "{\"hidden_size\": 64, \"vocab_size\": 100, \"num_hidden_layers\": 2, \"model_type\": \"llama\", \"pad_token_id\": \"7\", \"eos_token_id\": [1, 2]}";
+  const Resolution out = c.run();
+  CHECK(out.code == ExitCode::kData);
+  CHECK(out.problems.text().find("pad_token_id is \"7\", expected the id of a token") != std::string::npos);
+  CHECK(out.problems.text().find("eos_token_id") == std::string::npos);
 }

@@ -18,7 +18,7 @@ fs::path repository() {
 }
 
 // Ids of what the host's and the plugin's rules say when a recipe sets these keys, joined.
-std::string ids_of(const char* plugin, const std::vector<std::string>& sets) {
+std::string ids_of(const char* plugin, const std::vector<std::string>& sets, const std::map<std::string, Value>& facts = {}) {
   Diagnostics problems;
   auto manifest =
       parse_manifest(read_file(repository() / "plugins" / plugin / "plugin.toml"), plugin, problems);
@@ -34,7 +34,7 @@ std::string ids_of(const char* plugin, const std::vector<std::string>& sets) {
   std::set<std::string> names = {manifest->name};
   std::set<std::string> provided(manifest->provides.begin(), manifest->provides.end());
   std::vector<std::string> undecided;
-  check_rules(manifest->rules, {values, {}, provided, names}, problems, undecided);
+  check_rules(manifest->rules, {values, facts, provided, names}, problems, undecided);
   std::string out;
   for (const Diagnostic& diagnostic : problems.all()) {
     out += (out.empty() ? "" : " ") + diagnostic.id;
@@ -235,4 +235,19 @@ TEST_CASE("rules: recorded blocks want static shapes (K1, K2, K3), blocks that c
   (void)schema.resolve(raw, {}, false, moved);
   REQUIRE(moved.has_errors());
   CHECK(moved.text().find("graphs of changing shapes are not supported") != std::string::npos);
+}
+
+TEST_CASE("fsdp2 rules: what only several ranks make use of is warned about with one") {
+  struct Row {
+    const char* set;
+    const char* id;
+  };
+  for (const Row& row : {Row{"training.shard_frozen_tables=true", "fsdp2/tables-on-one-rank"},
+                         Row{"training.reduce_scatter_max_input_buffers=2", "fsdp2/reduce-buffers-on-one-rank"},
+                         Row{"training.separate_reduce_scatter_group=true", "fsdp2/reduce-group-on-one-rank"}}) {
+    CAPTURE(row.set);
+    CHECK(ids_of("sharding/fsdp2", {row.set}, {{"fact.world_size", std::int64_t{1}}}) == row.id);
+    CHECK(ids_of("sharding/fsdp2", {row.set}, {{"fact.world_size", std::int64_t{2}}}) == "");
+  }
+  CHECK(ids_of("sharding/fsdp2", {}, {{"fact.world_size", std::int64_t{1}}}) == "");
 }

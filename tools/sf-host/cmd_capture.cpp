@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/plan/plan.hpp"
 #include "tools/sf-host/run_session.hpp"
@@ -28,6 +29,7 @@ bool ask_readers(const Command& command, const std::filesystem::path& target, st
       other.positional = {reader};
       other.overrides.clear();  // they are the first recipe's
     }
+    log_info("--for {}: planned, and asked what it reads", reader);  // what is wrong with it stands below this
     RunSession session(other, is_recipe ? std::string() : reader);
     if (!session.plan(true) || !session.open(false)) {
       code = session.code();

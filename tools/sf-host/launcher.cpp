@@ -19,6 +19,7 @@
 #include "tools/sf-host/command.hpp"
 
 #include <fcntl.h>
+#include <netdb.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
@@ -145,6 +146,34 @@ std::string death_text(int64_t rank, int status) {
     return format("rank {} was killed by signal {} ({})", rank, number, ::strsignal(number));
   }
   return format("rank {} ended with exit code {}", rank, WEXITSTATUS(status));
+}
+
+// A rank has at least two threads that work; a GPU's ranks are far fewer than its machine's processors.
+void check_processors(int64_t ranks) {
+  constexpr int64_t kMostRanksOfProcessor = 8;
+  const int64_t processors = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  if (ranks > kMostRanksOfProcessor * processors) {
+    throw Error(ExitCode::kUsage, format("--nproc {}: this machine has {} processors, at most {} ranks are started on it", ranks, processors, kMostRanksOfProcessor * processors),
+                "--nproc says how many ranks to start on this machine: one for each GPU, or at most one for each processor");
+  }
+  if (ranks > processors) {
+    log_warn("{} ranks on {} processors: they wait for each other", ranks, processors);
+  }
+}
+
+// Asked once here: each rank would say the same.
+void check_host(const std::string& rendezvous) {
+  const std::string host = rendezvous.substr(0, rendezvous.rfind(':'));
+  if (host.empty() || host.front() == '[') {
+    return;
+  }
+  addrinfo* found = nullptr;
+  const int failed = ::getaddrinfo(host.c_str(), nullptr, nullptr, &found);
+  if (failed != 0) {
+    throw Error(ExitCode::kCommunication, format("--rendezvous {}: the host \"{}\" is not known here: {}", rendezvous, host, ::gai_strerror(failed)),
+                "name the machine of node 0 as this one knows it, or by its address");
+  }
+  ::freeaddrinfo(found);
 }
 
 class Launch {
@@ -302,6 +331,8 @@ bool is_launcher(const LaunchFlags& flags) {
 
 ExitCode launch_ranks(const LaunchFlags& flags) {
   (void)environment_of_rank(flags, 0, "");  // refuses flags that contradict each other before anything is started
+  check_processors(flags.nproc);
+  check_host(flags.rendezvous);
   Launch launch(flags);
   launch.start();
   return launch.wait();

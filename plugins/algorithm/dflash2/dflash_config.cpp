@@ -46,31 +46,35 @@ void read_dflash2_keys(const Json* inner, const ModelFacts& facts, DflashConfig&
   const auto place = [&](const std::string& key) {
     return facts.draft_config_json.empty() ? "plugin.dflash2." + key : problems.place_of("dflash_config." + key);
   };
-  const auto is_whole = [&](const char* key, int64_t& value) {
+  const auto is_whole = [&](const char* key, int64_t most, int64_t& value) {
     return problems.attempt(key, [&] {
       const std::optional<int64_t> found = draft::integer_at(inner, key, "dflash_config.");
       if (!found) {
         draft::refuse_config(std::string("dflash_config.") + key + " is missing; DFlash2 needs it", "add it to the draft's configuration");
       }
+      if (*found > most) {  // as the option of the same name
+        draft::refuse_config(std::string("dflash_config.") + key + " is " + std::to_string(*found) + ", at most " + std::to_string(most) + " expected",
+                             "correct " + place(key));
+      }
       value = *found;
     });
   };
   const int64_t h = config.layers.hidden_size;
-  if (is_whole("conv_kernel_size", config.conv_taps) && !problems.is_bad("block_size") &&
+  if (is_whole("conv_kernel_size", 64, config.conv_taps) && !problems.is_bad("block_size") &&
       (config.conv_taps < 1 || config.conv_taps > config.block_size)) {
     problems.add("conv_kernel_size",
                  "conv_kernel_size is " + std::to_string(config.conv_taps) + ", 1 to block_size (" + std::to_string(config.block_size) + ") expected",
                  "correct " + place("conv_kernel_size"));
   }
-  if (is_whole("conv_group_size", config.conv_group_size) && !problems.is_bad("hidden_size") &&
+  if (is_whole("conv_group_size", 65536, config.conv_group_size) && !problems.is_bad("hidden_size") &&
       (config.conv_group_size < 1 || h % config.conv_group_size != 0)) {
     problems.add("conv_group_size", "conv_group_size " + std::to_string(config.conv_group_size) + " does not divide hidden_size " + std::to_string(h),
                  "choose a divisor of " + std::to_string(h) + " for " + place("conv_group_size"));
   }
-  if (is_whole("selector_rank", config.selector_rank) && config.selector_rank < 1) {
+  if (is_whole("selector_rank", 65536, config.selector_rank) && config.selector_rank < 1) {
     problems.add("selector_rank", "selector_rank is " + std::to_string(config.selector_rank) + ", at least 1 expected", "correct " + place("selector_rank"));
   }
-  if (is_whole("selector_top_k", config.selector_top_k) && !problems.is_bad("vocab_size") &&
+  if (is_whole("selector_top_k", 1024, config.selector_top_k) && !problems.is_bad("vocab_size") &&
       (config.selector_top_k < 1 || config.selector_top_k > config.layers.vocab_size)) {
     problems.add("selector_top_k",
                  "selector_top_k is " + std::to_string(config.selector_top_k) + ", 1 to the vocabulary's " +

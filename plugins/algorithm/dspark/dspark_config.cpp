@@ -80,6 +80,9 @@ void check_heads(const DsparkConfig& config, const ModelFacts& facts) {
   if (config.markov_rank < 0) {
     draft::refuse_config("markov_rank is " + std::to_string(config.markov_rank) + ", 0 (no Markov head) or more expected", "correct " + place("markov_rank"));
   }
+  if (config.markov_rank > 65536) {  // as the option of the same name
+    draft::refuse_config("markov_rank is " + std::to_string(config.markov_rank) + ", at most 65536 expected", "correct " + place("markov_rank"));
+  }
   if (config.confidence_with_markov && config.markov_rank == 0) {
     draft::refuse_config("confidence_head_with_markov is true, but markov_rank is 0, so there is no Markov embedding to look at",
                          "set " + place("confidence_head_with_markov") + " to false, or markov_rank above 0");

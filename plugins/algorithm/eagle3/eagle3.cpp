@@ -130,6 +130,11 @@ Remark Eagle3::set_token_counts(const std::vector<TokenCount>& counts) {
   Remark remark;
   remark.text = "draft vocabulary: " + std::to_string(config_.draft_vocabulary) + " of " + std::to_string(config_.layers.vocab_size) + " tokens, " +
                 share + " % of the " + std::to_string(all) + " supervised tokens in the training samples";
+  constexpr double kUsualCoverage = 0.9;   // below, a draft can't say many of the words that it hears
+  if (static_cast<double>(covered) < kUsualCoverage * static_cast<double>(all)) {
+    remark.text += ": what the draft can't say, it never gets right; a larger draft_vocab_size would cover more";
+    remark.is_warning = true;
+  }
   const auto distinct = static_cast<int64_t>(counts.size());
   if (distinct < config_.draft_vocabulary) {
     remark.text += "; only " + std::to_string(distinct) + " different ones occur, so " + std::to_string(config_.draft_vocabulary - distinct) +

@@ -218,7 +218,7 @@ Eagle3Config resolve_eagle3_config(const ModelFacts& facts, const Eagle3Options&
     problems.add("num_hidden_layers", "the draft has num_hidden_layers = " + std::to_string(asked) + "; an EAGLE3 draft has exactly one layer",
                  facts.draft_num_hidden_layers > 0 ? "leave model.draft_num_hidden_layers out" : "");
   }
-  if (asked != 1 || !json.contains("num_hidden_layers")) {
+  if (asked != 1 || problems.is_bad("num_hidden_layers") || !json.contains("num_hidden_layers")) {
     json.set("num_hidden_layers", int64_t{1});  // its own mistake is told; what follows is about one layer
   }
 
@@ -241,7 +241,12 @@ Eagle3Config resolve_eagle3_config(const ModelFacts& facts, const Eagle3Options&
   config.norm_output = flag("norm_output", true);
   const int64_t target_count = target.is_null() ? -1 : whole(draft::text_part(target), "num_hidden_layers").value_or(-1);
   check_target_sizes(config, json, target, options, problems);
-  problems.attempt("draft_vocab_size", [&] { config.draft_vocabulary = draft_vocabulary(json, options, config.layers.vocab_size); });
+  problems.attempt("draft_vocab_size", [&] {
+    if (problems.is_bad("vocab_size")) {  // nothing to compare it with
+      return;
+    }
+    config.draft_vocabulary = draft_vocabulary(json, options, config.layers.vocab_size);
+  });
   problems.attempt("eagle_config", [&] {
     config.target_layer_ids = target_layers(facts, json, target_count);
     check_layers(config.target_layer_ids, target_count);

@@ -24,14 +24,9 @@ class Fsdp2 final {
         .reduce_scatter_max_input_buffers = options.get<std::int64_t>("training.reduce_scatter_max_input_buffers"),
         .separate_reduce_scatter_group = options.get<bool>("training.separate_reduce_scatter_group")};
     sf::fsdp::Settings made = sf::fsdp::fsdp2_settings(read);
-    std::string idle;  // what was asked for and means nothing to one rank
-    idle += read.shard_frozen_tables ? ", training.shard_frozen_tables" : "";
-    idle += read.reduce_scatter_max_input_buffers != 1 ? ", training.reduce_scatter_max_input_buffers" : "";
-    idle += read.separate_reduce_scatter_group ? ", training.separate_reduce_scatter_group" : "";
-    made.on_built = [this, idle](const sf::fsdp::GroupedSharding& built) {
+    made.on_built = [this](const sf::fsdp::GroupedSharding& built) {
       if (built.ranks() == 1) {
-        host_.log(sf::Level::kInfo, "one rank: nothing is sharded, every parameter is whole" +
-                                        (idle.empty() ? std::string() : "; without effect here: " + idle.substr(2)));
+        host_.log(sf::Level::kInfo, "one rank: nothing is sharded, every parameter is whole");  // rules of the manifest name what has no effect then
         return;
       }
       options_.report_effect("training.fsdp_sharding", built.groups());
