@@ -9,7 +9,7 @@ using namespace sf;
 
 namespace {
 
-at::Tensor random(at::IntArrayRef shape, int64_t seed) {
+at::Tensor drawn(at::IntArrayRef shape, int64_t seed) {
   at::Generator generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed));
   return at::empty(shape, at::kFloat).normal_(0.0, 1.0, generator);
 }
@@ -23,7 +23,7 @@ TEST_CASE("skinny product: any number of rows, columns and outputs gives the lib
         CAPTURE(rows);
         CAPTURE(columns);
         CAPTURE(outs);
-        const at::Tensor x = random({rows, 1, columns}, rows), weight = random({outs, columns}, outs), bias = random({outs}, 7);
+        const at::Tensor x = drawn({rows, 1, columns}, rows), weight = drawn({outs, columns}, outs), bias = drawn({outs}, 7);
         // Sums of up to 100 products of normal numbers in another order.
         CHECK((skinny_linear(x, weight, bias) - at::linear(x, weight, bias)).abs().max().item<float>() < 1e-4F);
         CHECK(skinny_linear(x, weight, {}).sizes().vec() == std::vector<int64_t>{rows, 1, outs});
@@ -33,7 +33,7 @@ TEST_CASE("skinny product: any number of rows, columns and outputs gives the lib
 }
 
 TEST_CASE("skinny product: a row's product has the same bits whatever rows stand beside it") {
-  const at::Tensor x = random({32, 200}, 1), weight = random({150, 200}, 2);
+  const at::Tensor x = drawn({32, 200}, 1), weight = drawn({150, 200}, 2);
   const at::Tensor whole = skinny_linear(x, weight, {});
   for (const int64_t rows : {1, 2, 5, 16}) {
     CAPTURE(rows);
