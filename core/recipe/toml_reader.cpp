@@ -89,6 +89,7 @@ const char* TomlNode::kind_text() const {
 
 bool parse_toml(std::string_view text, const std::string& source, TomlNode& root, Diagnostics& problems,
                 const std::string& id) {
+  const std::string fix = id == "recipe/syntax" ? "correct this place: a recipe is TOML, in UTF-8" : "";
   try {
     root = convert(toml::parse(text, source), source);
     return true;
@@ -96,10 +97,10 @@ bool parse_toml(std::string_view text, const std::string& source, TomlNode& root
     problems.error({.id = id,
                     .message = "not valid TOML: " + std::string(error.description()),
                     .place = place_of(error.source(), source),
-                    .fix = "correct this place: a recipe is TOML, in UTF-8"});
+                    .fix = fix});
     return false;
   } catch (const TomlAssertion&) {
-    problems.error({.id = id, .message = "not valid TOML", .place = {source, 0, 0}, .fix = "correct the text: a recipe is TOML, in UTF-8"});
+    problems.error({.id = id, .message = "not valid TOML", .place = {source, 0, 0}, .fix = fix});
     return false;
   }
 }

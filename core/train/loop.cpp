@@ -220,7 +220,7 @@ class TrainingRun {
     const Description& description = session_->description;
     const bool unrolls = description.rows_per_token > 0;
     const int64_t needed = unrolls ? description.rows_per_token + 1 : description.rows_per_slot;
-    constexpr int64_t kLookedAt = 1000;   // for the share; all of them to say that there is none
+    constexpr int64_t kLookedAt = 100;    // for the share; all of them to say that there is none
     int64_t looked = 0, long_enough = 0, longest = 0;
     while (looked < features_->size() && (looked < kLookedAt || long_enough == 0)) {
       const auto tokens = static_cast<int64_t>(features_->sample_tokens(looked++).input_ids.size());

@@ -53,11 +53,19 @@ TEST_CASE("recipe: a cycle of includes, a missing base and bad TOML are told wit
   (void)read_recipe(folder.path / "d.toml", syntax);
   REQUIRE(syntax.contains("recipe/syntax"));
   CHECK(syntax.all()[0].place.line == 2);
+  CHECK_FALSE(syntax.all()[0].fix.empty());
 
   atomic_write(folder.path / "e.toml", "include = 3\n");
   Diagnostics type;
   (void)read_recipe(folder.path / "e.toml", type);
-  CHECK(type.contains("recipe/wrong-type"));
+  REQUIRE(type.contains("recipe/wrong-type"));
+  CHECK_FALSE(type.all()[0].fix.empty());
+
+  std::filesystem::create_directory(folder.path / "folder.toml");
+  Diagnostics not_a_file;
+  (void)read_recipe(folder.path / "folder.toml", not_a_file);
+  REQUIRE(not_a_file.contains("recipe/not-readable"));
+  CHECK_FALSE(not_a_file.all()[0].fix.empty());
 }
 
 TEST_CASE("recipe: --set reads TOML, takes bare words as text, and the last one wins") {
