@@ -242,10 +242,11 @@ Eagle3Config resolve_eagle3_config(const ModelFacts& facts, const Eagle3Options&
   const int64_t target_count = target.is_null() ? -1 : whole(draft::text_part(target), "num_hidden_layers").value_or(-1);
   check_target_sizes(config, json, target, options, problems);
   problems.attempt("draft_vocab_size", [&] {
-    if (problems.is_bad("vocab_size")) {  // nothing to compare it with
+    const int64_t targets = target.is_null() ? -1 : draft::vocabulary_size(target);
+    if (problems.is_bad("vocab_size") && targets < 1) {  // nothing to compare it with
       return;
     }
-    config.draft_vocabulary = draft_vocabulary(json, options, config.layers.vocab_size);
+    config.draft_vocabulary = draft_vocabulary(json, options, problems.is_bad("vocab_size") ? targets : config.layers.vocab_size);
   });
   problems.attempt("eagle_config", [&] {
     config.target_layer_ids = target_layers(facts, json, target_count);
