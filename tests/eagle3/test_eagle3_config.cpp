@@ -146,7 +146,7 @@ TEST_CASE("eagle3 config: heads, layers, biases and sizes that do not fit are re
 TEST_CASE("eagle3 config: all mistakes of a configuration are told at once, each with its advice") {
   ModelFacts facts = facts_with("num_hidden_layers", "2");
   Json config = Json::parse(facts.draft_config_json);
-  config.set("attention_bias", true).set("tie_word_embeddings", true).set("vocab_size", int64_t{41}).set("draft_vocab_size", int64_t{0});
+  config.set("attention_bias", true).set("tie_word_embeddings", true).set("vocab_size", int64_t{41});
   config.set("eagle_config", Json::parse(R"({"eagle_aux_hidden_state_layer_ids": [17, 1, 32]})")).set("fc_norm", "yes").set("hidden_act", "gelu");
   facts.draft_config_json = config.dump();
   facts.draft_config_path = "drafts/config.json";
@@ -154,7 +154,7 @@ TEST_CASE("eagle3 config: all mistakes of a configuration are told at once, each
     (void)resolve_eagle3_config(facts, {});
     FAIL("accepted");
   } catch (const Error& error) {
-    std::vector<std::string> parts = {"num_hidden_layers = 2", "attention_bias", "tie_word_embeddings", "vocab_size is 41", "draft_vocab_size", "do not ascend", "fc_norm", "gelu"};
+    std::vector<std::string> parts = {"num_hidden_layers = 2", "attention_bias", "tie_word_embeddings", "vocab_size is 41", "do not ascend", "fc_norm", "gelu"};
     CAPTURE(error.what());
     CHECK(error.problems().size() == parts.size());
     for (const std::string& part : parts) {
