@@ -32,7 +32,7 @@ def figures(line, prefix=""):
     for key, value in line.items():
         if isinstance(value, dict):
             yield from figures(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)) and (prefix or key != "step"):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and (prefix or key != "step"):
             yield prefix + key, value
 
 
@@ -96,8 +96,8 @@ def a_tracker_that_fails_is_told_and_counted_and_training_goes_on():
     work = Work(steps=6)
     work.host("capture")
     done = work.host("train", *FAKE, "--set", "plugin.fake_tracker.fail_in=record", "--json")
-    assert json.loads(done.stdout)["tracker_failures"] == {"fake_tracker": 5}, "steps 2, 4, 6, and the evaluations at 0 and 6"
-    expect(done.stderr, "tracker 'fake_tracker' failed at step 0: told to fail in record", "training goes on", "failed in 5 of 9 calls")
+    assert json.loads(done.stdout)["tracker_failures"] == {"fake_tracker": 6}, "steps 2, 4, 6, the evaluations at 0 and 6, and the save at 6"
+    expect(done.stderr, "tracker 'fake_tracker' failed at step 0: told to fail in record", "training goes on", "failed in 6 of 10 calls")
     assert done.stderr.count("told to fail") == 1, done.stderr
     text = (work.run / "fake_tracker.txt").read_text()
     assert (work.run / "fake_tracker.note").read_text() == "whole", "written through the host's sf.run-files/1"
