@@ -1,5 +1,5 @@
 # Run by cpack before it packs: takes this machine's LibTorch out of the search path of the staged libraries.
-foreach(library libsf_engine.so libsf_engine_cuda.so libsf_plugin_test.so)
+foreach(library libsf_engine.so libsf_engine_cuda.so libsf_graphs_cuda.so libsf_plugin_test.so)
   file(RPATH_CHANGE FILE ${CPACK_TEMPORARY_INSTALL_DIRECTORY}/lib/sf/${library} OLD_RPATH "${CPACK_SF_INSTALL_RPATH}" NEW_RPATH "${CPACK_SF_PACKAGE_RPATH}")
 endforeach()
 file(WRITE ${CPACK_TEMPORARY_INSTALL_DIRECTORY}/README
