@@ -1,5 +1,6 @@
 #include "core/doctor/token_page.hpp"
 
+#include "core/base/html.hpp"
 #include "core/base/text.hpp"
 
 #include <algorithm>
@@ -21,20 +22,6 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.7 ui-monospac
   .s { background: #1f5a2a } .s.odd { background: #2c7039 } td, th { border-color: #444 } }
 )";
 
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += c;
-    }
-  }
-  return out;
-}
-
 std::string row_of(const std::vector<std::string>& cells, const char* tag = "td") {
   std::string out = "<tr>";
   for (const std::string& cell : cells) out += format("<{}>{}</{}>", tag, cell, tag);
@@ -46,7 +33,7 @@ std::string percent(int64_t part, int64_t whole) {
 }
 
 std::string share_row(const std::string& name, const Share& share) {
-  return row_of({escaped(name), std::to_string(share.tokens), std::to_string(share.supervised), percent(share.supervised, share.tokens)});
+  return row_of({escaped_html(name), std::to_string(share.tokens), std::to_string(share.supervised), percent(share.supervised, share.tokens)});
 }
 
 std::string tables_of(const TokenStatistics& statistics) {
@@ -77,7 +64,7 @@ std::string tokens_of(const ShownRecord& record, const std::unordered_set<int64_
   for (std::size_t t = 0; t < record.ids.size(); ++t) {
     std::string style = record.mask[t] != 0 ? (t % 2 != 0 ? "s odd" : "s") : "t";
     if (record.mask[t] != 0 && !vocabulary.empty() && !vocabulary.contains(record.ids[t])) style += " o";
-    out += format("<span class=\"{}\" title=\"{}: token {}\">{}</span>", style, t, record.ids[t], escaped(visible(record.texts[t], true)));
+    out += format("<span class=\"{}\" title=\"{}: token {}\">{}</span>", style, t, record.ids[t], escaped_html(visible(record.texts[t], true)));
   }
   return out;
 }
@@ -143,11 +130,11 @@ std::string html_page(const std::vector<PageContent>& parts, const VocabularySwe
   out += "</style></head><body>\n<h1>Token records</h1>\n<p class=\"legend\"><span class=\"s\">supervised</span><span class=\"t\">context</span>"
          "<span class=\"s o\">outside the draft vocabulary</span> hold the pointer over a token for its place and id</p>\n";
   for (const PageContent& part : parts) {
-    out += format("<h2>{}</h2>\n", escaped(part.title)) + tables_of(part.statistics);
-    for (const std::string& line : part.outside) out += format("<p>{}</p>\n", escaped(line));
-    for (const ShownRecord& record : part.records) out += format("<h3>{}</h3>\n<pre>", escaped(record.id)) + tokens_of(record, part.vocabulary) + "</pre>\n";
+    out += format("<h2>{}</h2>\n", escaped_html(part.title)) + tables_of(part.statistics);
+    for (const std::string& line : part.outside) out += format("<p>{}</p>\n", escaped_html(line));
+    for (const ShownRecord& record : part.records) out += format("<h3>{}</h3>\n<pre>", escaped_html(record.id)) + tokens_of(record, part.vocabulary) + "</pre>\n";
   }
-  if (sweep != nullptr) out += "<h2>Draft vocabulary</h2>\n<pre>" + escaped(sweep->text()) + "</pre>\n";
+  if (sweep != nullptr) out += "<h2>Draft vocabulary</h2>\n<pre>" + escaped_html(sweep->text()) + "</pre>\n";
   return out + "</body></html>\n";
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/base/html.hpp"
 #include "core/base/text.hpp"
 
 namespace sf {
@@ -55,20 +56,6 @@ void add_pass(std::vector<PositionAcceptance>& positions, int64_t drafted, int64
 
 namespace {
 
-std::string escaped(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += c;
-    }
-  }
-  return out;
-}
-
 std::string number(const Json& json, const char* key, int digits) {
   const Json* found = json.find(key);
   return found == nullptr || !found->is_number() ? "-" : format_fixed(found->as_double(), digits);
@@ -103,14 +90,14 @@ td:first-child,th:first-child{text-align:left}small{color:#666}.bar{display:inli
 std::string speculative_page(const Json& report) {
   std::string out = kHead;
   out += format("<h1>Speculative decoding</h1><p>Target <b>{}</b>, {} prompts of <b>{}</b>, at most {} new tokens, batch {}, {}.</p>\n",
-                escaped(report.at("target").as_string()), report.at("prompts").as_int(), escaped(report.at("prompts_file").as_string()),
-                report.at("max_new_tokens").as_int(), report.at("batch_size").as_int(), escaped(report.at("device").as_string()));
+                escaped_html(report.at("target").as_string()), report.at("prompts").as_int(), escaped_html(report.at("prompts_file").as_string()),
+                report.at("max_new_tokens").as_int(), report.at("batch_size").as_int(), escaped_html(report.at("device").as_string()));
   const bool lossless = report.at("lossless").as_bool();
-  out += format("<p class={}>{}</p>\n", lossless ? "good" : "bad", escaped(report.at("lossless_text").as_string()));
+  out += format("<p class={}>{}</p>\n", lossless ? "good" : "bad", escaped_html(report.at("lossless_text").as_string()));
   out += "<table>" + row({"draft", "tokens drafted", "acceptance length (95 %)", "tokens per pass", "tok/s here", "speed-up here", "estimated speed-up", "teacher-forced, same path"}, "th");
   for (const Json& draft : report.at("drafts").items()) {
     const Json* forced = draft.find("teacher_forced");
-    out += row({escaped(draft.at("name").as_string()), to_text(draft.at("draft_tokens").as_int()), interval(draft.at("acceptance_length")),
+    out += row({escaped_html(draft.at("name").as_string()), to_text(draft.at("draft_tokens").as_int()), interval(draft.at("acceptance_length")),
                 number(draft, "tokens_per_pass", 3), number(draft, "tokens_per_second", 1), number(draft, "speedup_measured", 2),
                 number(draft, "speedup_estimated", 2), forced != nullptr && forced->is_object() ? number(*forced, "walk_length", 3) : "-"});
   }
@@ -119,7 +106,7 @@ std::string speculative_page(const Json& report) {
                 "what a plain one costs, and the draft's share as given with each.</p>\n",
                 number(report, "plain_tokens_per_second", 1));
   for (const Json& draft : report.at("drafts").items()) {
-    out += format("<h2>{}</h2><p>{}</p>\n", escaped(draft.at("name").as_string()), escaped(draft.at("verdict").as_string()));
+    out += format("<h2>{}</h2><p>{}</p>\n", escaped_html(draft.at("name").as_string()), escaped_html(draft.at("verdict").as_string()));
     out += "<table>" + row({"drafted token", "came to it", "right", "share", "", "of all passes", ""}, "th");
     for (const Json& place : draft.at("per_position").items()) {
       out += row({to_text(place.at("position").as_int()), to_text(place.at("reached").as_int()), to_text(place.at("accepted").as_int()), number(place, "rate", 3),
@@ -127,11 +114,11 @@ std::string speculative_page(const Json& report) {
     }
     out += "</table>\n<table>" + row({"tokens drafted", "acceptance length", "how"}, "th");
     for (const Json& length : draft.at("by_draft_tokens").items()) {
-      out += row({to_text(length.at("draft_tokens").as_int()), number(length, "acceptance_length", 3), escaped(length.at("how").as_string())});
+      out += row({to_text(length.at("draft_tokens").as_int()), number(length, "acceptance_length", 3), escaped_html(length.at("how").as_string())});
     }
     out += "</table>\n<table>" + row({"category", "prompts", "passes", "acceptance length (95 %)"}, "th");
     for (const auto& [category, length] : draft.at("by_category").entries()) {
-      out += row({escaped(category), to_text(length.at("prompts").as_int()), to_text(length.at("passes").as_int()), interval(length)});
+      out += row({escaped_html(category), to_text(length.at("prompts").as_int()), to_text(length.at("passes").as_int()), interval(length)});
     }
     out += "</table>\n";
   }

@@ -6,6 +6,7 @@
 
 #include "core/base/diagnostics.hpp"
 #include "core/base/error.hpp"
+#include "core/base/html.hpp"
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
 
@@ -108,6 +109,11 @@ TEST_CASE("diagnostics: all problems are shown with place, note, why and fix, in
   sum.add_all(problems);
   CHECK(sum.has_errors());
   CHECK(sum.all().size() == 2);
+}
+
+TEST_CASE("html: what means something in a page stands there as text") {
+  CHECK(escaped_html("a < b && \"c\" > d") == "a &lt; b &amp;&amp; &quot;c&quot; &gt; d");
+  CHECK(escaped_html("") == "");
 }
 
 TEST_CASE("log: a redirected log gets finished lines at or above the level") {
