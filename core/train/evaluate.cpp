@@ -44,18 +44,18 @@ bool wants_to_stop(const Session& session, int64_t round) {
 
 bool are_weights_sound(const Session& session) {
   constexpr double kMostNorm = 1e18;  // float32 holds the square
-  bool sound = true;
+  std::vector<at::Tensor> norms;
   for (const Shard& shard : session.sharding->shards()) {
     if (shard.local.defined() && shard.local.numel() > 0) {
-      const double norm = at::linalg_vector_norm(shard.local.detach(), 2, at::OptionalIntArrayRef(), false, at::kFloat).item<double>();
-      sound = sound && std::isfinite(norm) && norm < kMostNorm;
+      norms.push_back(at::linalg_vector_norm(shard.local.detach(), 2, at::OptionalIntArrayRef(), false, at::kFloat));
     }
   }
-  if (session.placement.comm == nullptr) {
-    return sound;
+  // No NaN is below anything. One read, however many shards there are.
+  const at::Tensor unsound = norms.empty() ? at::zeros({1}, at::TensorOptions().dtype(at::kLong).device(session.placement.device))
+                                           : at::stack(norms).lt(kMostNorm).all().logical_not().to(at::kLong).view({1});
+  if (session.placement.comm != nullptr) {
+    session.placement.comm->all_reduce(unsound, Reduction::max, "weights that are not finite")->wait();
   }
-  const at::Tensor unsound = at::full({1}, sound ? 0 : 1, at::TensorOptions().dtype(at::kLong).device(session.placement.device));
-  session.placement.comm->all_reduce(unsound, Reduction::max, "weights that are not finite")->wait();
   return unsound.item<int64_t>() == 0;
 }
 
