@@ -1,7 +1,5 @@
 // Every refusal of a plugin, word by word: expected/refusals.txt, updated with SF_UPDATE_GOLDEN=1 build/bin/test_refusals. Files that can be judged without being
 // opened are copies of fake_canary.so, whose static initializer would leave a file.
-#include <array>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -10,6 +8,7 @@
 #include "core/plugin/registry.hpp"
 #include "core/plugin/stack.hpp"
 #include "core/recipe/recipe_reader.hpp"
+#include "tests/host_program.hpp"
 #include "tests/plugin/fake_files.hpp"
 
 #include <dlfcn.h>
@@ -18,6 +17,8 @@
 #include <unistd.h>
 
 using namespace sf;
+using test::Answer;
+using test::run_host;
 
 namespace {
 
@@ -218,26 +219,6 @@ std::vector<Refusal> when_opened() {
       {"an option that it never reads", [](const Scratch&) { return lived({"plugin.fake_ok.unread=true"}); }},
       {"an option without effect", [](const Scratch&) { return lived({"plugin.fake_ok.convert=true"}); }},
   };
-}
-
-struct Answer {
-  std::string out;
-  int code = -1;
-  double seconds = 0;
-};
-
-Answer run_host(const std::string& arguments) {
-  Answer answer;
-  const auto start = std::chrono::steady_clock::now();
-  FILE* pipe = popen((std::string(SF_BUILD_DIR) + "/bin/sf-host " + arguments + " 2>&1").c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> buffer{};
-  for (std::size_t got = 0; (got = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
-    answer.out.append(buffer.data(), got);
-  }
-  answer.code = WEXITSTATUS(pclose(pipe));
-  answer.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return answer;
 }
 
 }  // namespace

@@ -1,51 +1,24 @@
 // sf-host from outside: what it prints where, its exit codes, and how long it takes to refuse.
 #include <doctest/doctest.h>
 
-#include <array>
-#include <chrono>
-#include <cstdio>
+#include <algorithm>
 #include <filesystem>
 #include <string>
 #include <vector>
 
 #include "core/base/file.hpp"
 #include "sf/json.hpp"
+#include "tests/host_program.hpp"
 
-#include <sys/wait.h>
 #include <unistd.h>
 
 using namespace sf;
 namespace fs = std::filesystem;
+using test::Answer;
+using test::run_host;
+using test::run_shell;
 
 namespace {
-
-struct Answer {
-  std::string out;  // both streams, unless the call redirects one
-  int code = -1;
-  double seconds = 0;
-};
-
-Answer run_shell(const std::string& command) {
-  Answer answer;
-  auto start = std::chrono::steady_clock::now();
-  FILE* pipe = popen(command.c_str(), "r");
-  REQUIRE(pipe != nullptr);
-  std::array<char, 4096> buffer{};
-  for (std::size_t got = 0; (got = fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
-    answer.out.append(buffer.data(), got);
-  }
-  answer.code = WEXITSTATUS(pclose(pipe));
-  answer.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  return answer;
-}
-
-Answer run_host(const std::string& arguments) {
-  std::string command = std::string(SF_BUILD_DIR) + "/bin/sf-host " + arguments;
-  if (arguments.find('>') == std::string::npos) {
-    command += " 2>&1";
-  }
-  return run_shell(command);
-}
 
 const std::string kPlugins = std::string(" --plugin-path ") + SF_BUILD_DIR + "/tests/plugins/good ";
 const std::string kRecipes = std::string(SF_TEST_DATA) + "/golden/recipes/";
