@@ -5,13 +5,16 @@ sf-host starts one such process for each worker, writes requests to its standard
 kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
 "date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false}; the first one out is {"ready": {...}} or {"error", "fix"}. Then
 
-    {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids", ...} or {"skip": REASON, "why"} each
+    {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids", ...} or {"skip": REASON, "why"} each; ids is base64 of
+                                                                      32-bit integers, little end first, for they are most of what is said
     {"op": "texts", "ids": [[..], ..]}                                {"texts": [[the text of each token], ..]}
 
 The rendering is the model's own chat template, called as Hugging Face's apply_chat_template calls it. Nobody's header strings are
 matched: where an answer begins and ends is found by rendering (see Renderer.places). Errors of a record are its skip reason and never
 end the process.
 """
+import array
+import base64
 import bisect
 import datetime
 import gc
@@ -30,6 +33,7 @@ MARK = re.compile("[\U000F0000-\U0010FFFD]")
 SPLIT = re.compile("([\U000F0000-\U0010FFFD])")
 
 WORD_COUNT = 200000  # whose tokens are remembered; the library's 10000 are soon full
+CHUNK_COUNT, CHUNK_LENGTH = 400000, 48  # parts of texts whose tokens are remembered (100 MB), and the longest of them
 MET_COUNT, KEPT_LENGTH = 200000, 4000000  # segments that are known by their hash; characters of those whose tokens are kept (150 MB)
 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -221,8 +225,22 @@ def make_environment(date: str):
     def raise_exception(message):
         raise TemplateError(message)
 
+    class Environment(ImmutableSandboxedEnvironment):
+        """What the sandbox says of an attribute depends on the object's type alone, and it takes longer to say it than a template to run."""
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.verdicts = {}
+
+        def is_safe_attribute(self, obj, attr, value):
+            key = type(obj), attr
+            verdict = self.verdicts.get(key)
+            if verdict is None:
+                verdict = self.verdicts[key] = super().is_safe_attribute(obj, attr, value)
+            return verdict
+
     day = datetime.datetime.strptime(date, "%Y-%m-%d") if date else datetime.datetime.now()
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, "jinja2.ext.loopcontrols"])
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationMarks, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = day.strftime
@@ -527,11 +545,89 @@ class Renderer:
 
 # ---- tokens
 
+# Places where a text is cut: before a blank that follows anything but white space, and between a Latin letter and punctuation or a new line, the apostrophe apart.
+CUT = re.compile(r"(?<=\S)(?= )|(?<=[A-Za-z])(?=[!-&(-/:-@\[-`{-~\n])")
+# What the ways to split a text may consist of so that this changes nothing: none of these matches goes on over such a place, as a blank is either the first of its
+# match or has only white space before it, and none looks behind itself. GPT-2's, Llama 3's, Qwen's, o200k's and DeepSeek's splits are made of them.
+_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+CUTTABLE = {*_CONTRACTIONS.split("|"), f"(?i:{_CONTRACTIONS})", f"(?:{_CONTRACTIONS})", "'(?i:[sdmt]|ll|ve|re)", r" ?\p{L}+", r" ?\p{N}+", r"\p{N}", r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+",
+            *(f"[^\\r\\n\\p{{L}}\\p{{N}}]?{a}(?i:{_CONTRACTIONS})?" for a in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")),
+            "[一-龥぀-ゟ゠-ヿ]+", "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"}
+
+
+def alternatives(pattern: str) -> list:
+    """A regular expression's alternatives, those within brackets left alone."""
+    found, depth, in_class, i = [""], 0, False, 0
+    while i < len(pattern):
+        one = pattern[i:i + 2] if pattern[i] == "\\" else pattern[i]
+        i += len(one)
+        if one == "|" and depth == 0 and not in_class:
+            found.append("")
+            continue
+        if in_class:
+            in_class = one != "]"
+        elif one == "[":
+            in_class = True
+        elif one in "()":
+            depth += 1 if one == "(" else -1
+        found[-1] += one
+    return found
+
+
+def can_be_cut(description: dict) -> bool:
+    """True when a text may be cut at CUT, and its parts encoded each for itself. What splits_at_added_tokens() asks is asked before."""
+    splits = description.get("pre_tokenizer") or {}
+    splits = splits.get("pretokenizers", [splits])
+
+    def is_safe(part):
+        if part.get("type") == "Split":
+            pattern = part.get("pattern", {}).get("Regex")
+            return part.get("behavior") == "Isolated" and not part.get("invert") and pattern is not None and all(one in CUTTABLE for one in alternatives(pattern))
+        return part.get("type") in ("Digits", "ByteLevel")
+
+    has_regex = any(part.get("type") == "Split" or (part.get("type") == "ByteLevel" and part.get("use_regex", True)) for part in splits)
+    return (has_regex and all(is_safe(part) for part in splits)
+            and all(kind["type"] == "NFC" for kind in [description.get("normalizer")] if kind)
+            and not description["model"].get("continuing_subword_prefix") and not description["model"].get("end_of_word_suffix"))
+
+
+class Chunks:
+    """A text that was encoded in parts: where its tokens stand, which is asked for few of them. As tokenizers' Encoding answers."""
+
+    def __init__(self, encode, parts, ids):
+        self.encode, self.parts, self.ids = encode, parts, ids  # ids: bytes, four a token
+
+    def walk(self):
+        """(first character, characters, first token, tokens, text, characters of it that stand for nothing) of each part."""
+        place, token = 0, 0
+        for k, (part, ids) in enumerate(zip(self.parts, self.ids)):
+            text, ahead = (part, 0) if k == 0 else ("a" + part, 1)
+            yield place, len(text) - ahead, token, len(ids) // 4, text, ahead
+            place, token = place + len(text) - ahead, token + len(ids) // 4
+
+    def char_to_token(self, wanted: int):
+        for place, length, token, _, text, ahead in self.walk():
+            if wanted < place + length:
+                found = self.encode(text).char_to_token(wanted - place + ahead)
+                return None if found is None else token + found - ahead
+        return None
+
+    def token_to_chars(self, wanted: int):
+        for place, _, token, tokens, text, ahead in self.walk():
+            if wanted < token + tokens:
+                begin, end = self.encode(text).token_to_chars(wanted - token + ahead)
+                return begin + place - ahead, end + place - ahead
+        return None
+
+
 class Encoded:
     """A text's tokens, in the segments in which it was encoded: (first character, first token, encoding), None for one added token."""
 
     def __init__(self, segments, ids, length):
-        self.segments, self.ids, self.length = segments, ids, length
+        self.segments, self.ids, self.length = segments, ids, length  # ids: array of 32-bit integers
         self.characters = [segment[0] for segment in segments]
         self.tokens = [segment[1] for segment in segments]
 
@@ -639,6 +735,10 @@ class TextWorker:
         self.ignored = [text for text in settings.get("ignored") or [] if text]
         self.whole_texts = settings.get("text_supervision") == "all"
         self.prompts = bool(settings.get("prompts"))
+        try:
+            datetime.datetime.strptime(settings.get("date") or "2026-01-31", "%Y-%m-%d")
+        except ValueError:
+            raise Fault(f"data.chat_template_date is {settings['date']!r}, which is no day", "write it as 2026-01-31") from None
         path = folder / "tokenizer.json"
         if not path.is_file():
             there = "it has tokenizer.model, which only the slow tokenizers read; " if (folder / "tokenizer.model").is_file() else ""
@@ -659,9 +759,17 @@ class TextWorker:
         fallback = read_json(folder / "special_tokens_map.json", fix) if (folder / "special_tokens_map.json").is_file() else {}
         self.add_listed_tokens(config)
         apart = {token.content: number for number, token in self.tokenizer.get_added_tokens_decoder().items() if not token.normalized}
-        self.added, self.splitter = apart, None
-        if apart and splits_at_added_tokens(json.loads(self.tokenizer.to_str())):
-            self.splitter = re.compile("(" + "|".join(map(re.escape, sorted(apart, key=len, reverse=True))) + ")")
+        self.added, self.splitter = {text: number.to_bytes(4, "little") for text, number in apart.items()}, None
+        description = json.loads(self.tokenizer.to_str())
+        self.chunks = self.heads = None  # tokens of parts of a text, and of such that begin one
+        if splits_at_added_tokens(description):
+            if apart:
+                self.splitter = re.compile("(" + "|".join(map(re.escape, sorted(apart, key=len, reverse=True))) + ")")
+            only_apart = len(apart) == len(self.tokenizer.get_added_tokens_decoder())
+            if only_apart and can_be_cut(description):
+                letters = [self.encode_apart(text).ids for text in ("a", " a")]
+                if all(len(ids) == 1 for ids in letters):
+                    self.chunks, self.heads, self.encodings, self.letters = {}, {}, {}, {ids[0] for ids in letters}
         special_tokens = special_texts_of(config, fallback)
         specials = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
         ends = self.end_texts(folder, special_tokens)
@@ -789,25 +897,86 @@ class TextWorker:
             result["notes"] = list(dict.fromkeys(notes))
         return result
 
+    def encode_apart(self, text: str):
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
     def encode(self, text: str) -> Encoded:
-        """As the tokenizer encodes the whole. What stands between added tokens is encoded apart where that makes no difference: system turns, lists of
-        tools and headers come again and again."""
-        segments, ids, at = [], [], 0
+        """As the tokenizer encodes the whole. What stands between added tokens is encoded apart where that makes no difference, and so is what stands
+        between two cuts: system turns, lists of tools, headers and words come again and again."""
+        segments, ids, at, count = [], [], 0, 0
         for i, piece in enumerate(self.splitter.split(text) if self.splitter else [text]):
             if i % 2 == 1:
-                segments.append((at, len(ids), None))
+                segments.append((at, count, None))
                 ids.append(self.added[piece])
+                count += 1
             elif piece:
-                encoding = self.kept.get(piece)
-                if encoding is None:
-                    encoding = self.tokenizer.encode(piece, add_special_tokens=False)
-                    self.remember(piece, encoding)
-                segments.append((at, len(ids), encoding))
-                ids += encoding.ids
+                known = self.kept.get(piece)
+                if known is None:
+                    known = self.encode_piece(piece)
+                    self.remember(piece, known)
+                segments.append((at, count, known[1]))
+                ids.append(known[0])
+                count += len(known[0]) // 4
             at += len(piece)
-        return Encoded(segments, ids, len(text))
+        return Encoded(segments, array.array("i", b"".join(ids)), len(text))
 
-    def remember(self, piece: str, encoding) -> None:
+    def encode_piece(self, piece: str):
+        """(ids as bytes, Encoding or Chunks) of a text without added tokens."""
+        if self.chunks is None:
+            encoding = self.encode_apart(piece)
+            return array.array("i", encoding.ids).tobytes(), encoding
+        parts = CUT.split(piece)
+        found = list(map(self.chunks.get, parts))
+        found[0] = self.heads.get(parts[0])
+        if None in found:
+            self.encode_chunks(parts, found)
+        return b"".join(found), Chunks(self.looked_up, parts, found)
+
+    def encode_chunks(self, parts, found) -> None:
+        """Fills in the parts that are not known, in one call of the tokenizer: a call costs as much as ten words."""
+        if found[0] is None:
+            found[0] = array.array("i", self.looked_up(parts[0]).ids).tobytes()
+            if len(parts[0]) <= CHUNK_LENGTH:
+                self.make_room(self.heads)
+                self.heads[parts[0]] = found[0]
+        unknown = [k for k, one in enumerate(found) if one is None]
+        if not unknown:
+            return
+        texts = [parts[k] for k in unknown]
+        # "a" is a letter that each of them may follow, and " a" may follow each but the last of a text.
+        encoding = self.encode_apart("a" + " a".join(texts))
+        ids = array.array("i", encoding.ids)
+        begins = [begin for begin, _ in encoding.offsets]
+        self.make_room(self.chunks)
+        place, first = 1, 1
+        for k, text in zip(unknown, texts):
+            # Only a text's last part may end with blanks, which some tokenizers leave out of their offsets.
+            last = bisect.bisect_left(begins, place + len(text), first) if k != unknown[-1] else len(ids)
+            if ids[first - 1] not in self.letters or begins[first] < place:
+                raise AssertionError(f"this tokenizer does not part {text!r} from what stands before it")
+            found[k] = ids[first:last].tobytes()
+            if len(text) <= CHUNK_LENGTH:
+                self.chunks[text] = found[k]
+            first = last + 1
+            place += len(text) + 2
+
+    @staticmethod
+    def make_room(known: dict) -> None:
+        if len(known) >= CHUNK_COUNT:
+            known.clear()
+
+    def looked_up(self, text: str):
+        """A part's Encoding: headers and first words are asked for again and again."""
+        encoding = self.encodings.get(text)
+        if encoding is None:
+            encoding = self.encode_apart(text)
+            if len(text) <= CHUNK_LENGTH:
+                if len(self.encodings) >= CHUNK_COUNT // 10:
+                    self.encodings.clear()
+                self.encodings[text] = encoding
+        return encoding
+
+    def remember(self, piece: str, known) -> None:
         if hash(piece) not in self.met:
             self.met.add(hash(piece))
             if len(self.met) > MET_COUNT:
@@ -817,7 +986,7 @@ class TextWorker:
             if self.kept_length > KEPT_LENGTH:
                 self.kept.clear()
                 self.kept_length = len(piece)
-            self.kept[piece] = encoding
+            self.kept[piece] = known
 
     def rows(self, lines):
         """One result for each line, in order. Texts go to the tokenizer one by one: a batch of them is slower on one core, as its results must all
@@ -843,6 +1012,11 @@ class TextWorker:
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sf-host's to handle
     source, out = sys.stdin.buffer, sys.stdout.buffer
+
+    def packed(row):
+        if "ids" in row:
+            row["ids"] = base64.b64encode(row["ids"].tobytes()).decode()
+        return row
 
     def say(*answers):
         out.write("".join(json.dumps(answer, ensure_ascii=True, separators=(",", ":")) + "\n" for answer in answers).encode())
@@ -872,7 +1046,7 @@ def main() -> int:
             gc.collect()
         request = json.loads(header)
         if request["op"] == "rows":
-            say(*worker.rows([source.readline().rstrip(b"\r\n") for _ in range(request["count"])]))
+            say(*map(packed, worker.rows([source.readline().rstrip(b"\r\n") for _ in range(request["count"])])))
         elif request["op"] == "texts":
             say({"texts": worker.texts(request["ids"])})
         else:

@@ -97,3 +97,8 @@ def workers(out: Path):
         worker.template = text_worker.Renderer(config["chat_template"], tokens, specials, {tokens["eos_token"]}, date=DATE)
         worker.templates = {"default": worker.template}
         yield name, worker
+
+
+def rows(worker, lines):
+    """What the worker answers to lines of a file, ids as lists."""
+    return [{**row, "ids": row["ids"].tolist()} if "ids" in row else row for row in worker.rows(lines)]

@@ -1,6 +1,7 @@
 // What becomes of a row of the text worker: mask, options, counts, the split.
 #include <doctest/doctest.h>
 
+#include <bitset>
 #include <string>
 #include <vector>
 
@@ -10,11 +11,24 @@ using namespace sf;
 
 namespace {
 
+// As the text worker writes ids: base64 of 32-bit integers, little end first.
+std::string packed(const std::vector<int32_t>& ids) {
+  const std::string digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  std::string bits, out;
+  for (const int32_t id : ids) {
+    for (int byte = 0; byte < 4; ++byte) bits += std::bitset<8>(static_cast<uint32_t>(id) >> (8 * byte) & 255U).to_string();
+  }
+  while (bits.size() % 6 != 0) bits += '0';
+  for (std::size_t i = 0; i < bits.size(); i += 6) out += digits[std::bitset<6>(bits.substr(i, 6)).to_ulong()];
+  while (out.size() % 4 != 0) out += '=';
+  return out;
+}
+
 // Ten tokens: question 0..3, answer 3..6 of which 3..4 is thought, question 6..7, answer 7..9, a newline.
 Json two_turns(int64_t cut_to = 10) {
-  Json ids = Json::array();
-  for (int64_t t = 0; t < cut_to; ++t) ids.push_back(100 + t);
-  return Json::parse(R"({"tokens":10,"answers":[[3,6,4],[7,9,7]],"roles":[["user",1,3],["assistant",4,6],["user",6,7],["assistant",7,9]],"id":"a/b"})").set("ids", ids);
+  std::vector<int32_t> ids;
+  for (int32_t t = 0; t < cut_to; ++t) ids.push_back(100 + t);
+  return Json::parse(R"({"tokens":10,"answers":[[3,6,4],[7,9,7]],"roles":[["user",1,3],["assistant",4,6],["user",6,7],["assistant",7,9]],"id":"a/b"})").set("ids", packed(ids));
 }
 
 std::string mask_of(const PreparedRecord& record) {
@@ -30,6 +44,17 @@ std::string mask_with(const MaskOptions& options, const Json& row = two_turns())
 }
 
 }  // namespace
+
+TEST_CASE("records: ids of every size come over whole") {
+  for (const std::vector<int32_t>& ids : {std::vector<int32_t>{0, 1}, {255, 256, 65535}, {65536, 151935, 16777215, 16777216}, {2147483647, 3, 4, 5, 6}}) {
+    Json row = Json::parse(R"({"answers":[[0,99,0]]})");
+    row.set("tokens", static_cast<int64_t>(ids.size())).set("ids", packed(ids));
+    SkippedRow skipped;
+    const auto record = make_record(row, {}, skipped);
+    REQUIRE(record);
+    CHECK(record->input_ids == std::vector<int64_t>(ids.begin(), ids.end()));
+  }
+}
 
 TEST_CASE("records: answers are supervised, and what stands behind the last of them is cut off") {
   CHECK(mask_with({}) == "000111011");

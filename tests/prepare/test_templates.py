@@ -1,5 +1,8 @@
 """Fifteen chat formats: rendered text, ids and offsets as transformers gives them (expected.json), and masks as a person would draw them. About 8 s."""
+import array
+import itertools
 import json
+import random
 import shutil
 import tempfile
 import unittest
@@ -84,7 +87,7 @@ class Templates(unittest.TestCase):
         messages, tools = CONVERSATIONS[case]
         worker = self.workers[name]
         worker.max_length = max_length
-        return worker.rows([json.dumps({"messages": messages, "tools": tools}).encode()])[0]
+        return families.rows(worker, [json.dumps({"messages": messages, "tools": tools}).encode()])[0]
 
     def said(self, name, row, begin=0):
         decode = self.workers[name].tokenizer.decode
@@ -104,7 +107,7 @@ class Templates(unittest.TestCase):
                     text = worker.template.text(messages, tools)
                     encoding = worker.encode(text)
                     self.assertEqual(text, expected["text"])
-                    self.assertEqual(encoding.ids, expected["ids"])
+                    self.assertEqual(encoding.ids.tolist(), expected["ids"])
                     self.assertEqual([n for pair in encoding.offsets for n in pair], expected["offsets"])
                     compared += 1
         self.assertEqual(compared, 8 * len(FAMILIES) - 2)
@@ -150,7 +153,7 @@ class Templates(unittest.TestCase):
     def test_an_answer_cut_by_a_length_limit_is_not_taught_to_end(self):
         messages = [dict(m) for m in CONVERSATIONS["two_turns"][0]]
         messages[3]["finish_reason"] = "length"
-        row = self.workers["chatml"].rows([json.dumps({"messages": messages}).encode()])[0]
+        row = families.rows(self.workers["chatml"], [json.dumps({"messages": messages}).encode()])[0]
         self.assertEqual(self.said("chatml", row), ["Hello you<|im_end|>", "Now we part."])
 
     def test_every_answer_begins_where_serving_prompts_end(self):
@@ -161,8 +164,53 @@ class Templates(unittest.TestCase):
             with self.subTest(name):
                 messages, _ = CONVERSATIONS["two_turns"]
                 row = self.rows(name, "two_turns")
-                prompt = worker.encode(worker.template.text(messages[:3], ask=True)).ids
+                prompt = worker.encode(worker.template.text(messages[:3], ask=True)).ids.tolist()
                 self.assertEqual(row["ids"][:row["answers"][1][0]], prompt)
+
+
+class Cuts(unittest.TestCase):
+    """Texts are encoded in parts where the split allows it: the tokens and their places must be those of the whole."""
+    CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+    END = r"| ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    SPLITS = {
+        "gpt2": None,
+        "llama3": [rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}" + END % ""],
+        "qwen2": [rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}" + END % ""],
+        "o200k": [rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:{CONTRACTIONS})?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:{CONTRACTIONS})?|\p{{N}}{{1,3}}" + END % "/"],
+        "deepseek": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+                     r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""],
+    }
+    LETTERS = list("aZétslrem  \n\t\r'’.,(-_5 9\u00a0\u3000日本é́🙂ß/\\]`\u200b\u0301\x1c\x85") + ["'s", "'LL", " \n", "\n\n", "  ", "the", "ing", "->"]
+
+    def test_parts_give_the_tokens_and_places_of_the_whole(self):
+        from tokenizers import Regex, pre_tokenizers, processors
+        place = Path(tempfile.mkdtemp(prefix="sf-cuts-"))
+        self.addCleanup(shutil.rmtree, place)
+        families.write_folders(place, ("chatml",))
+        worker, draw = text_worker.TextWorker({"target": str(place / "chatml")}), random.Random(3)
+        for (name, patterns), trims in itertools.product(self.SPLITS.items(), (False, True)):
+            with self.subTest(name, trims=trims):
+                if patterns:
+                    worker.tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+                                                                             + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+                worker.tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims, add_prefix_space=False)
+                self.assertTrue(text_worker.can_be_cut(json.loads(worker.tokenizer.to_str())))
+                worker.chunks, worker.heads, worker.encodings = {}, {}, {}
+                for _ in range(150):
+                    text = "".join(draw.choice(self.LETTERS) for _ in range(draw.randint(1, 60)))
+                    ids, places = worker.encode_piece(text)
+                    whole = worker.tokenizer.encode(text, add_special_tokens=False)
+                    self.assertEqual(array.array("i", ids).tolist(), whole.ids, repr(text))
+                    self.assertEqual([places.char_to_token(c) for c in range(len(text))], [whole.char_to_token(c) for c in range(len(text))], repr(text))
+                    self.assertEqual([places.token_to_chars(k) for k in range(len(whole.ids))], whole.offsets, repr(text))
+
+    def test_a_split_that_is_not_known_is_left_whole(self):
+        for change in ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\p{L}+ \p{L}+"}, "behavior": "Isolated", "invert": False}},
+                       {"pre_tokenizer": {"type": "Metaspace"}}, {"normalizer": {"type": "NFKC"}}, {"pre_tokenizer": None}):
+            known = {"model": {"type": "BPE"}, "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "use_regex": True}}
+            self.assertTrue(text_worker.can_be_cut(known))
+            self.assertFalse(text_worker.can_be_cut({**known, **change}), change)
 
 
 class Records(unittest.TestCase):
@@ -179,7 +227,7 @@ class Records(unittest.TestCase):
         shutil.rmtree(cls.place)
 
     def row(self, record):
-        return self.worker.rows([record if isinstance(record, bytes) else json.dumps(record).encode()])[0]
+        return families.rows(self.worker, [record if isinstance(record, bytes) else json.dumps(record).encode()])[0]
 
     def test_three_spellings_of_one_conversation_give_the_same_ids(self):
         openai = self.row({"messages": [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello you"}]})
@@ -223,7 +271,7 @@ class Records(unittest.TestCase):
 
     def test_one_bad_row_does_not_harm_its_neighbours(self):
         good = {"messages": CONVERSATIONS["two_turns"][0]}
-        rows = self.worker.rows([json.dumps(good).encode(), b"{", json.dumps({"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "x"}]}).encode(),
+        rows = families.rows(self.worker, [json.dumps(good).encode(), b"{", json.dumps({"messages": [{"role": "user", "content": "\ud83d"}, {"role": "assistant", "content": "x"}]}).encode(),
                                  json.dumps(good).encode()])
         self.assertEqual([row.get("skip") for row in rows], [None, "json", "encoding", None])
         self.assertEqual(rows[0]["ids"], rows[3]["ids"])
@@ -239,7 +287,7 @@ class Records(unittest.TestCase):
     def test_a_prompt_ends_where_the_answer_begins(self):
         worker = text_worker.TextWorker({"target": str(self.place / "chatml"), "prompts": True})
         messages = CONVERSATIONS["two_turns"][0]
-        row = worker.rows([json.dumps({"messages": messages, "category": "greeting"}).encode()])[0]
+        row = families.rows(worker, [json.dumps({"messages": messages, "category": "greeting"}).encode()])[0]
         self.assertEqual(worker.tokenizer.decode(row["ids"], skip_special_tokens=False), worker.template.text(messages[:3], ask=True))
         self.assertEqual(row["category"], "greeting")
 

@@ -69,7 +69,7 @@ def ours(worker, messages, tools):
         template = worker.templates.get("tool_use", worker.template) if tools else worker.template
         text = template.text(messages, tools)
         encoding = worker.encode(text)
-        return text, encoding.ids, [list(pair) for pair in encoding.offsets]
+        return text, encoding.ids.tolist(), [list(pair) for pair in encoding.offsets]
     except Exception as error:
         return str(error)
 
