@@ -4,6 +4,9 @@
 
 #include "core/base/error.hpp"
 #include "core/data/weight_folder.hpp"
+#include "core/kernels/cuda_library.hpp"
+#include "core/kernels/decode.hpp"
+#include "core/kernels/rms_norm.hpp"
 #include "core/model/skinny_product.hpp"
 #include "core/model/tensor_view.hpp"
 
@@ -13,6 +16,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <tuple>
 #include <utility>
 
 namespace sf {
@@ -77,11 +81,28 @@ class Loader {
   std::vector<std::string> problems_;
 };
 
-// Normalised in float32, rounded to the type of computation, then scaled.
-at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+// Normalised in float32, rounded to the type of computation, then scaled; a GPU's kernel rounds once.
+at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  if (has_kernels({x, weight})) return rms_norm(x, weight, eps);
   const at::Tensor wide = x.to(at::kFloat);
   at::Tensor normal = wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true).add_(eps));
   return normal.to(x.scalar_type()).mul_(weight);
+}
+
+// {x + delta, its norm}.
+std::pair<at::Tensor, at::Tensor> add_and_norm(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& weight, double eps) {
+  if (has_kernels({x, delta, weight})) {
+    const std::vector<at::Tensor> both = residual_rms_norm(delta, x, weight, eps);
+    return {both[0], both[1]};
+  }
+  const at::Tensor sum = x + delta;
+  return {sum, norm(sum, weight, eps)};
+}
+
+// The norm of a head is rounded as its rotation is, in a kernel and without one.
+at::Tensor head_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
+  const at::Tensor wide = x.to(at::kFloat);
+  return (wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true).add_(eps))).to(x.scalar_type()).mul_(weight);
 }
 
 // Value m of the first r turns together with value m + r/2.
@@ -310,6 +331,44 @@ Target Target::load(const TargetOptions& options) {
   return Target(std::move(result));
 }
 
+int64_t Target::cache_bytes_per_token() const {
+  const TargetConfig& config = weights_->config;
+  return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * static_cast<int64_t>(weights_->embedding_vh.element_size());
+}
+
+at::Tensor Target::decode_step(const at::Tensor& ids_b, const at::Tensor& positions_b, const KeyValueCache& cache) const {
+  const at::NoGradGuard no_grad;
+  const Weights& w = *weights_;
+  const TargetConfig& config = w.config;
+  SF_CHECK(w.final_norm_h.defined() && w.head_vh.defined(), "a step needs all {} layers and the head", config.num_hidden_layers);
+  SF_CHECK(ids_b.dim() == 1 && ids_b.size(0) == cache.rows, "{} tokens for a cache of {} sequences", ids_b.sizes().vec(), cache.rows);
+  at::Tensor x_bh = at::embedding(w.embedding_vh, ids_b);
+  const at::Tensor half_bf = positions_b.to(at::kFloat).unsqueeze(1) * w.inverse_frequencies;
+  // Rounded as forward() rounds them.
+  const at::Tensor cos_bf = (half_bf.cos() * config.rope.attention_scaling).to(x_bh.scalar_type()).to(at::kFloat);
+  const at::Tensor sin_bf = (half_bf.sin() * config.rope.attention_scaling).to(x_bh.scalar_type()).to(at::kFloat);
+  at::Tensor normed_bh = norm(x_bh, w.layers.front().input_norm_h, config.rms_norm_eps);
+  for (size_t i = 0; i < w.layers.size(); ++i) {
+    const Layer& layer = w.layers[i];
+    const at::Tensor attended_bx = decode_attention({.qkv_bx = skinny_linear(normed_bh, layer.qkv_weight, layer.qkv_bias),
+                                                     .query_heads = config.num_attention_heads,
+                                                     .key_heads = config.num_key_value_heads,
+                                                     .query_weight_e = layer.query_norm_d,
+                                                     .key_weight_e = layer.key_norm_d,
+                                                     .eps = config.rms_norm_eps,
+                                                     .cos_bf = cos_bf,
+                                                     .sin_bf = sin_bf,
+                                                     .positions_b = positions_b,
+                                                     .keys_bmce = cache.keys_bmtd[i],
+                                                     .values_bmce = cache.values_bmtd[i]});
+    std::tie(x_bh, normed_bh) = add_and_norm(x_bh, skinny_linear(attended_bx, layer.output_weight, layer.output_bias), layer.post_norm_h, config.rms_norm_eps);
+    const at::Tensor active_bi = decode_gate(skinny_linear(normed_bh, layer.gate_up_weight, layer.gate_up_bias));
+    const at::Tensor& next_norm_h = i + 1 < w.layers.size() ? w.layers[i + 1].input_norm_h : w.final_norm_h;
+    std::tie(x_bh, normed_bh) = add_and_norm(x_bh, skinny_linear(active_bi, layer.down_weight, layer.down_bias), next_norm_h, config.rms_norm_eps);
+  }
+  return skinny_linear(normed_bh, w.head_vh, {});
+}
+
 TargetStates Target::forward(const TargetRequest& request) const {
   const at::NoGradGuard no_grad;
   const Weights& w = *weights_;
@@ -355,15 +414,15 @@ TargetStates Target::forward(const TargetRequest& request) const {
 
   for (int64_t i = 0; i < layers_run; ++i) {
     const Layer& layer = w.layers[static_cast<size_t>(i)];
-    const at::Tensor attention_in = rms_norm(x_bth, layer.input_norm_h, config.rms_norm_eps);
+    const at::Tensor attention_in = norm(x_bth, layer.input_norm_h, config.rms_norm_eps);
     const at::Tensor qkv =
         skinny_linear(attention_in, layer.qkv_weight, layer.qkv_bias).view({b, t, n + 2 * m, d});
     at::Tensor query = qkv.narrow(2, 0, n);
     at::Tensor key = qkv.narrow(2, n, m);
     const at::Tensor value = qkv.narrow(2, n + m, m).transpose(1, 2);
     if (config.query_key_norm) {
-      query = rms_norm(query, layer.query_norm_d, config.rms_norm_eps);
-      key = rms_norm(key, layer.key_norm_d, config.rms_norm_eps);
+      query = head_norm(query, layer.query_norm_d, config.rms_norm_eps);
+      key = head_norm(key, layer.key_norm_d, config.rms_norm_eps);
     }
     query = rotate(query.transpose(1, 2), cos_tr, sin_tr);
     key = rotate(key.transpose(1, 2), cos_tr, sin_tr);
@@ -376,7 +435,7 @@ TargetStates Target::forward(const TargetRequest& request) const {
               : at::scaled_dot_product_attention(query, for_all_heads(key), for_all_heads(value), /*attn_mask=*/{},
                                                  /*dropout_p=*/0.0, /*is_causal=*/true);
     x_bth = x_bth + skinny_linear(attended.transpose(1, 2).reshape({b, t, n * d}), layer.output_weight, layer.output_bias);
-    const at::Tensor mlp_in = rms_norm(x_bth, layer.post_norm_h, config.rms_norm_eps);
+    const at::Tensor mlp_in = norm(x_bth, layer.post_norm_h, config.rms_norm_eps);
     const at::Tensor gate_up = skinny_linear(mlp_in, layer.gate_up_weight, layer.gate_up_bias);
     const at::Tensor active =
         at::silu(gate_up.narrow(-1, 0, config.intermediate_size))
@@ -387,7 +446,7 @@ TargetStates Target::forward(const TargetRequest& request) const {
     }
   }
   if (to_the_end) {
-    at::Tensor last = rms_norm(x_bth, w.final_norm_h, config.rms_norm_eps);
+    at::Tensor last = norm(x_bth, w.final_norm_h, config.rms_norm_eps);
     if (request.logits) {
       const at::Tensor asked = request.logit_places_r.defined()
                                    ? last.reshape({-1, last.size(-1)}).index_select(0, request.logit_places_r.to(last.device()))

@@ -80,6 +80,8 @@ class Target {
   [[nodiscard]] at::Device device() const;
   /// Bytes of weights that a forward pass of one token reads: all layers and the head.
   [[nodiscard]] int64_t bytes_read() const;
+  /// Bytes of keys and values that one token of one sequence takes.
+  [[nodiscard]] int64_t cache_bytes_per_token() const;
   /// Room for `rows` sequences of `capacity` tokens.
   [[nodiscard]] KeyValueCache new_cache(int64_t rows, int64_t capacity) const;
   /// More room in the same cache; what is there stays.
@@ -87,6 +89,9 @@ class Target {
   /// Stops after the last layer that is asked for. Throws sf::Error (data) when an id is outside the
   /// vocabulary.
   [[nodiscard]] TargetStates forward(const TargetRequest& request) const;
+  /// Logits [b, v] behind one new token of every sequence of the cache: ids and positions int64 [b] on the target's device, positions below the cache's
+  /// capacity. Asks the device nothing and copies nothing to it, so it can be recorded; the ids are not checked. Same logits as forward().
+  [[nodiscard]] at::Tensor decode_step(const at::Tensor& ids_b, const at::Tensor& positions_b, const KeyValueCache& cache) const;
 
  private:
   struct Weights;

@@ -12,8 +12,8 @@ std::unique_ptr<GraphRecorder> open_graph_recorder(at::Device device) {
   const std::string path = engine_library("libsf_graphs_cuda.so").string();
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
-    throw Error(ExitCode::kDevice, std::string("training.compile_blocks: the part of the engine that records CUDA graphs can't be opened: ") + dlerror(),
-                "build the target sf_graphs_cuda, or set training.compile_blocks = false");
+    throw Error(ExitCode::kDevice, std::string("the part of the engine that records CUDA graphs can't be opened: ") + dlerror(),
+                "build the target sf_graphs_cuda; training runs without it where training.compile_blocks = false");
   }
   const auto entry = reinterpret_cast<GraphRecorder* (*)(int)>(dlsym(library, "sf_graph_recorder_v1"));
   SF_CHECK(entry != nullptr, "{} has no sf_graph_recorder_v1", path);

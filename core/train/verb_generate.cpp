@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <chrono>
 #include <fstream>
+#include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 
 #include "core/base/error.hpp"
@@ -13,8 +15,10 @@
 #include "core/base/log.hpp"
 #include "core/data/weight_folder.hpp"
 #include "core/model/generate.hpp"
+#include "core/model/memory_bandwidth.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/decoding_setup.hpp"
+#include "core/train/graphs.hpp"
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
 
@@ -223,6 +227,21 @@ Json generate_answers(const EngineContext& context, const GenerateArguments& arg
     const double rate = static_cast<double>(tokens) / std::chrono::duration<double>(now - start).count();
     log_info("generate  {} / {} answers  {} tokens  {} tok/s", answers, which.size(), human_count(static_cast<uint64_t>(tokens)), human_count(static_cast<uint64_t>(rate)));
   };
+  std::shared_ptr<GraphRecorder> recorder;  // outlives what it recorded
+  std::vector<std::shared_ptr<RecordedGraph>> graphs;
+  if (target.device().is_cuda()) {
+    recorder = open_graph_recorder(target.device());
+    options.on_device = true;
+    options.record = [&](const std::function<void()>& work) -> std::function<void()> {
+      std::vector<at::Tensor> made;
+      const std::function<std::vector<at::Tensor>()> body = [&work] {
+        work();
+        return std::vector<at::Tensor>();
+      };
+      graphs.push_back(recorder->record(body, made));
+      return [graph = graphs.back()] { graph->replay(); };
+    };
+  }
   const GenerationTimes times = generate(target, prompts, which, options);
 
   Json report = Json::object();
@@ -232,6 +251,15 @@ Json generate_answers(const EngineContext& context, const GenerateArguments& arg
   const double rate = static_cast<double>(times.decode_tokens) / std::max(times.decode_seconds, 1e-9);
   report.set("decode_tokens_per_second", rate).set("decode_passes_per_second", static_cast<double>(times.decode_passes) / std::max(times.decode_seconds, 1e-9));
   report.set("weight_bytes_per_pass", target.bytes_read()).set("prefill_seconds", times.prefill_seconds).set("decode_seconds", times.decode_seconds);
+  std::string of_bound;
+  if (times.decode_passes > 0) {
+    // Every pass has to read all weights, and of each sequence what it has seen.
+    const double bandwidth = memory_bandwidth(target.device());
+    const double bytes = static_cast<double>(times.decode_passes) * static_cast<double>(target.bytes_read()) + static_cast<double>(times.cache_bytes);
+    const double bound = static_cast<double>(times.decode_tokens) / (bytes / bandwidth), share = rate / bound;
+    report.set("memory_bandwidth", bandwidth).set("cache_bytes_read", times.cache_bytes).set("bandwidth_tokens_per_second", bound).set("share_of_bandwidth", share);
+    of_bound = format(", {} % of the {} that {} GB/s of memory bandwidth allow", format_fixed(100 * share, 1), human_count(static_cast<uint64_t>(bound)), format_fixed(bandwidth / 1e9, 1));
+  }
   if (times.interrupted) {
     log_warn("stopped with {} of {} answers; the same call goes on from them", partial.records().size(), prompts.size());
     return report.set("interrupted", true);
@@ -241,8 +269,8 @@ Json generate_answers(const EngineContext& context, const GenerateArguments& arg
   atomic_write(report_path, report.dump(2) + "\n");
   atomic_write(output, text);
   fs::remove(output.string() + ".partial", ignored);
-  log_info("generated {} answers into '{}': {} tokens, {} tok/s while decoding; stops: {}", partial.records().size(), output,
-           human_count(static_cast<uint64_t>(times.tokens)), human_count(static_cast<uint64_t>(rate)), report.at("stop_reasons").dump());
+  log_info("generated {} answers into '{}': {} tokens, {} tok/s while decoding{}; stops: {}", partial.records().size(), output,
+           human_count(static_cast<uint64_t>(times.tokens)), human_count(static_cast<uint64_t>(rate)), of_bound, report.at("stop_reasons").dump());
   return report;
 }
 

@@ -13,6 +13,7 @@
 #include "core/base/error.hpp"
 #include "core/data/safetensors.hpp"
 #include "core/model/generate.hpp"
+#include "core/model/memory_bandwidth.hpp"
 #include "core/model/tensor_view.hpp"
 
 using namespace sf;
@@ -131,6 +132,67 @@ TEST_CASE("generate: sequences of different lengths in any rows of a cache see o
     const at::Tensor expected = tiny().forward({.input_ids_bt = alone, .layer_ids = {}, .logits = true}).logits_btv;
     CHECK(apart(found[j][0], expected[0][alone.size(1) - 1]) < 1e-4);
   }
+}
+
+TEST_CASE("generate: a step that could be recorded has the logits of the whole pass, in every family") {
+  for (const fs::path& folder : target_folders()) {
+    CAPTURE(folder.filename().string());
+    const Target target = Target::load({.folder = folder, .head_needed = true});
+    const SafetensorsFile file = SafetensorsFile::open(folder / "golden.safetensors");
+    const at::Tensor ids = as_tensor(file.at("input_ids")).narrow(0, 0, 1);
+    const int64_t t = ids.size(1), known = 3;
+    const at::Tensor whole = target.forward({.input_ids_bt = ids, .layer_ids = {}, .logits = true}).logits_btv;
+    KeyValueCache cache = target.new_cache(2, t + 2);  // the second sequence is one token behind
+    (void)target.forward({.input_ids_bt = ids.narrow(1, 0, known).expand({2, known}), .layer_ids = {}, .logits = true, .cache = &cache, .starts = {0, 0}});
+    at::Tensor ids_b = at::empty({2}, at::kLong), positions_b = at::tensor(std::vector<int64_t>{known, known - 1}, at::kLong);
+    for (int64_t at = known; at < t; ++at) {
+      ids_b[0] = ids[0][at];
+      ids_b[1] = ids[0][at - 1];
+      const at::Tensor logits = target.decode_step(ids_b, positions_b, cache);
+      CHECK(apart(logits[0], whole[0][at]) < 1e-4);
+      CHECK(apart(logits[1], whole[0][at - 1]) < 1e-4);
+      positions_b.add_(1);
+    }
+  }
+}
+
+TEST_CASE("generate: several steps at a time give the answers, stops and counts of single steps") {
+  const std::vector<Prompt> prompts = some_prompts(23);
+  for (const Sampling& sampling : {Sampling{}, Sampling{.temperature = 1.0, .seed = 5}, Sampling{.temperature = 0.8, .top_p = 0.9, .top_k = 40, .seed = 6}}) {
+    for (const int64_t batch : {1, 4, 32}) {
+      CAPTURE(batch);
+      GenerationOptions options{.sampling = sampling, .batch_size = batch, .max_new_tokens = 19, .context_tokens = 24, .stop_tokens = {2, 17, 44, 101, 203}};
+      GenerationTimes single, several;
+      const auto expected = answers(prompts, options, &single);
+      options.on_device = true;
+      int64_t recorded = 0, replayed = 0;
+      options.record = [&](const std::function<void()>& work) -> std::function<void()> {
+        ++recorded;
+        work();
+        return [&replayed, work] {
+          ++replayed;
+          work();
+        };
+      };
+      const auto found = answers(prompts, options, &several);
+      REQUIRE(found.size() == prompts.size());
+      for (const auto& [index, answer] : expected) {
+        CHECK(found.at(index).ids == answer.ids);
+        CHECK(found.at(index).reason == answer.reason);
+      }
+      CHECK(several.tokens == single.tokens);
+      CHECK(several.decode_tokens == single.decode_tokens);
+      CHECK(several.cache_bytes == single.cache_bytes);
+      CHECK((recorded > 0) == (sampling.top_k == 0));
+      if (batch == 1 && sampling.top_k == 0) CHECK(replayed > 2 * recorded);
+    }
+  }
+}
+
+TEST_CASE("generate: memory is read at a speed that a machine can have") {
+  const double bandwidth = memory_bandwidth(at::Device(at::kCPU));
+  CHECK(bandwidth > 1e8);
+  CHECK(bandwidth < 1e13);
 }
 
 TEST_CASE("generate: greedy answers are the whole pass's best tokens, whatever the batch") {

@@ -1,4 +1,9 @@
+#include "core/kernels/cuda/decode_launchers.hpp"
 #include "core/kernels/cuda/functions.hpp"
+
+namespace sf::cuda {
+const DecodeLaunchers* decode_launchers();  // decode.cu
+}
 
 extern "C" __attribute__((visibility("default"))) const sf::cuda::Launchers* sf_cuda_launchers_v1() {
 #ifdef SF_WITH_KERNELS
@@ -24,6 +29,14 @@ extern "C" __attribute__((visibility("default"))) const sf::cuda::Launchers* sf_
       .accumulate_product = accumulate_product,
   };
   return &launchers;
+#else
+  return nullptr;
+#endif
+}
+
+extern "C" __attribute__((visibility("default"))) const sf::cuda::DecodeLaunchers* sf_cuda_decode_launchers_v1() {
+#ifdef SF_WITH_KERNELS
+  return sf::cuda::decode_launchers();
 #else
   return nullptr;
 #endif

@@ -1,0 +1,106 @@
+#include "core/kernels/decode.hpp"
+
+#include "core/base/error.hpp"
+#include "core/kernels/cuda/decode_launchers.hpp"
+#include "core/kernels/cuda_library.hpp"
+#include "core/kernels/shape_check.hpp"
+
+#include <ATen/ATen.h>
+#include <dlfcn.h>
+
+#include <cmath>
+#include <limits>
+
+namespace sf {
+namespace {
+
+const cuda::DecodeLaunchers* decode_launchers() {
+  static const cuda::DecodeLaunchers* found = [] {
+    if (engine_cuda_handle() == nullptr) return static_cast<const cuda::DecodeLaunchers*>(nullptr);
+    const auto entry = reinterpret_cast<const cuda::DecodeLaunchers* (*)()>(dlsym(engine_cuda_handle(), "sf_cuda_decode_launchers_v1"));
+    return entry == nullptr ? nullptr : entry();
+  }();
+  return found;
+}
+
+struct Sizes {
+  int64_t b, n, m, e, f, c;
+};
+
+Sizes sizes_of(const DecodeAttention& a) {
+  const int64_t heads = a.query_heads + 2 * a.key_heads;
+  const Sizes s{a.qkv_bx.size(0), a.query_heads, a.key_heads, a.qkv_bx.size(1) / heads, a.cos_bf.size(1), a.keys_bmce.size(2)};
+  SF_CHECK(s.m > 0 && s.n % s.m == 0 && s.e * heads == a.qkv_bx.size(1) && 2 * s.f <= s.e, "{} values for {} query and {} key heads, {} rotated pairs", a.qkv_bx.size(1), s.n, s.m, s.f);
+  SF_CHECK_SHAPE(a.keys_bmce, {s.b, s.m, s.c, s.e});
+  SF_CHECK_SHAPE(a.values_bmce, {s.b, s.m, s.c, s.e});
+  SF_CHECK_SHAPE(a.cos_bf, {s.b, s.f});
+  SF_CHECK_SHAPE(a.sin_bf, {s.b, s.f});
+  SF_CHECK_SHAPE(a.positions_b, {s.b});
+  return s;
+}
+
+at::Tensor normed(const at::Tensor& x_bne, const at::Tensor& weight_e, double eps) {
+  if (!weight_e.defined()) return x_bne;
+  const at::Tensor wide = x_bne.to(at::kFloat);
+  return (wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true).add_(eps))).to(x_bne.scalar_type()).mul_(weight_e);
+}
+
+at::Tensor turned(const at::Tensor& x_bne, const at::Tensor& cos_bf, const at::Tensor& sin_bf) {
+  const int64_t f = cos_bf.size(1), e = x_bne.size(2);
+  const at::Tensor cos = cos_bf.to(x_bne.scalar_type()).unsqueeze(1), sin = sin_bf.to(x_bne.scalar_type()).unsqueeze(1);
+  const at::Tensor first = x_bne.narrow(2, 0, f), second = x_bne.narrow(2, f, f);
+  std::vector<at::Tensor> parts{first * cos + second.neg() * sin, second * cos + first * sin};
+  if (2 * f < e) parts.push_back(x_bne.narrow(2, 2 * f, e - 2 * f));
+  return at::cat(parts, 2);
+}
+
+}  // namespace
+
+at::Tensor decode_attention_aten(const DecodeAttention& a) {
+  const Sizes s = sizes_of(a);
+  const at::Tensor qkv = a.qkv_bx.view({s.b, s.n + 2 * s.m, s.e});
+  const at::Tensor query = turned(normed(qkv.narrow(1, 0, s.n), a.query_weight_e, a.eps), a.cos_bf, a.sin_bf);
+  const at::Tensor key = turned(normed(qkv.narrow(1, s.n, s.m), a.key_weight_e, a.eps), a.cos_bf, a.sin_bf);
+  const at::Tensor place = a.positions_b.view({s.b, 1, 1, 1}).expand({s.b, s.m, 1, s.e});
+  a.keys_bmce.scatter_(2, place, key.unsqueeze(2));
+  a.values_bmce.scatter_(2, place, qkv.narrow(1, s.n + s.m, s.m).unsqueeze(2));
+  const at::Tensor is_hidden = at::arange(s.c, a.positions_b.options()).unsqueeze(0) > a.positions_b.unsqueeze(1);
+  const at::Tensor mask = at::zeros({s.b, s.c}, a.qkv_bx.options()).masked_fill_(is_hidden, -std::numeric_limits<double>::infinity());
+  const int64_t group = s.n / s.m;
+  const at::Tensor attended = at::scaled_dot_product_attention(query.reshape({s.b, s.m, group, s.e}), a.keys_bmce, a.values_bmce,
+                                                               mask.view({s.b, 1, 1, s.c}).expand({s.b, 1, group, s.c}), 0.0, false);
+  return attended.reshape({s.b, s.n * s.e});
+}
+
+at::Tensor decode_attention(const DecodeAttention& a) {
+  if (!has_kernels({a.qkv_bx, a.keys_bmce, a.values_bmce, a.query_weight_e, a.key_weight_e}) || decode_launchers() == nullptr) return decode_attention_aten(a);
+  const Sizes s = sizes_of(a);
+  if (s.e != 64 && s.e != 128) {
+    note_slow_path("decode_attention", "its kernel takes head sizes of 64 and 128");
+    return decode_attention_aten(a);
+  }
+  SF_CHECK(a.qkv_bx.is_contiguous() && a.keys_bmce.is_contiguous() && a.values_bmce.is_contiguous() && a.cos_bf.is_contiguous() && a.sin_bf.is_contiguous() &&
+               a.cos_bf.scalar_type() == at::kFloat && a.positions_b.scalar_type() == at::kLong && a.positions_b.is_cuda(),
+           "decode_attention's tensors are not as its kernel reads them");
+  at::Tensor out = at::empty({s.b, s.n * s.e}, a.qkv_bx.options());
+  check_launch("decode_attention", decode_launchers()->attention({.type = kernel_type(a.qkv_bx), .b = s.b, .n = s.n, .m = s.m, .e = s.e, .f = s.f, .capacity = s.c, .eps = a.eps,
+                                                                  .scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.e))), .qkv_bxe = pointer(a.qkv_bx),
+                                                                  .query_weight_e = pointer(a.query_weight_e), .key_weight_e = pointer(a.key_weight_e),
+                                                                  .cos_bf = a.cos_bf.const_data_ptr<float>(), .sin_bf = a.sin_bf.const_data_ptr<float>(),
+                                                                  .positions_b = a.positions_b.const_data_ptr<int64_t>(), .keys_bmce = pointer_to_write(a.keys_bmce),
+                                                                  .values_bmce = pointer_to_write(a.values_bmce), .out_bne = pointer_to_write(out)},
+                                                                 stream_of(out)));
+  return out;
+}
+
+at::Tensor decode_gate(const at::Tensor& gate_up_b2i) {
+  const int64_t b = gate_up_b2i.size(0), i = gate_up_b2i.size(1) / 2;
+  if (has_kernels({gate_up_b2i}) && decode_launchers() != nullptr && i % 8 == 0 && gate_up_b2i.is_contiguous()) {
+    at::Tensor out = at::empty({b, i}, gate_up_b2i.options());
+    check_launch("decode_gate", decode_launchers()->gate({.type = kernel_type(out), .b = b, .i = i, .gate_up_b2i = pointer(gate_up_b2i), .out_bi = pointer_to_write(out)}, stream_of(out)));
+    return out;
+  }
+  return at::silu(gate_up_b2i.narrow(1, 0, i)).mul_(gate_up_b2i.narrow(1, i, i));
+}
+
+}  // namespace sf

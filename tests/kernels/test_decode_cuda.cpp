@@ -1,0 +1,74 @@
+// The kernels of a decoding step against their compositions: every kind of heads, lengths from one token on, and the cache that they write.
+#include <doctest/doctest.h>
+
+#include <ATen/ATen.h>
+
+#include "core/kernels/decode.hpp"
+#include "tests/kernels/finite_difference.hpp"
+#include "tests/kernels/gpu.hpp"
+
+#include <vector>
+
+using sf::test::has_gpu;
+using sf::test::random;
+using sf::test::relative_distance;
+
+namespace {
+
+struct Case {
+  int64_t query_heads, key_heads, head_size, pairs;
+  bool has_norm;
+};
+
+sf::DecodeAttention attention_of(const Case& c, const std::vector<int64_t>& positions, int64_t room, at::Device device, at::ScalarType type) {
+  const auto b = static_cast<int64_t>(positions.size());
+  const auto made = [&](at::IntArrayRef shape) { return random(shape).to(device, type); };
+  sf::DecodeAttention a;
+  a.qkv_bx = made({b, (c.query_heads + 2 * c.key_heads) * c.head_size});
+  a.query_heads = c.query_heads;
+  a.key_heads = c.key_heads;
+  if (c.has_norm) {
+    a.query_weight_e = made({c.head_size});
+    a.key_weight_e = made({c.head_size});
+  }
+  a.eps = 1e-6;
+  const at::Tensor angle = random({b, c.pairs});
+  a.cos_bf = angle.cos().to(type).to(device, at::kFloat);
+  a.sin_bf = angle.sin().to(type).to(device, at::kFloat);
+  a.positions_b = at::tensor(positions, at::kLong).to(device);
+  a.keys_bmce = made({b, c.key_heads, room, c.head_size});
+  a.values_bmce = made({b, c.key_heads, room, c.head_size});
+  return a;
+}
+
+}  // namespace
+
+TEST_CASE("cuda: attention of one new token for each sequence writes the cache and gives what its composition gives") {
+  if (!has_gpu()) return;
+  const at::Device gpu(at::kCUDA, 0);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    for (const Case& c : {Case{9, 3, 64, 32, false}, Case{32, 8, 128, 64, true}, Case{4, 4, 64, 32, false}, Case{4, 2, 128, 64, false}, Case{14, 2, 64, 16, false}, Case{8, 1, 128, 32, true}}) {
+      CAPTURE(c.query_heads);
+      CAPTURE(c.head_size);
+      const sf::DecodeAttention a = attention_of(c, {0, 1, 31, 32, 33, 200, 95, 7}, 256, gpu, type);
+      sf::DecodeAttention twin = a;
+      twin.keys_bmce = a.keys_bmce.clone();
+      twin.values_bmce = a.values_bmce.clone();
+      const at::Tensor found = sf::decode_attention(a), expected = sf::decode_attention_aten(twin);
+      CHECK(at::equal(a.values_bmce, twin.values_bmce));
+      const double keys = relative_distance(a.keys_bmce.cpu().to(at::kDouble), twin.keys_bmce.cpu().to(at::kDouble));
+      CHECK(keys < (type == at::kFloat ? 1e-6 : 2e-4));  // a rounding of one element in some thousand
+      CHECK(relative_distance(found.cpu().to(at::kDouble), expected.cpu().to(at::kDouble)) < (type == at::kFloat ? 2e-6 : 6e-3));
+      CHECK(at::equal(found, sf::decode_attention(a)));
+    }
+  }
+}
+
+TEST_CASE("cuda: the gate of a step equals its composition") {
+  if (!has_gpu()) return;
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor x = random({5, 2 * 1536}).to(at::Device(at::kCUDA, 0), type);
+    const at::Tensor expected = at::silu(x.narrow(1, 0, 1536)).mul_(x.narrow(1, 1536, 1536));
+    CHECK(relative_distance(sf::decode_gate(x).cpu().to(at::kDouble), expected.cpu().to(at::kDouble)) < (type == at::kFloat ? 1e-6 : 1e-3));
+  }
+}
