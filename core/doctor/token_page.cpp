@@ -17,7 +17,7 @@ table { border-collapse: collapse; margin: .5em 2em .5em 0; display: inline-tabl
 td, th { padding: .1em .8em; text-align: right; border-bottom: 1px solid #ddd } th { font-weight: 600 } td:first-child, th:first-child { text-align: left }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; font: 13px/1.7 ui-monospace, monospace; background: #f6f6f6; padding: .8em; border-radius: 6px }
 .t { color: #777 } .s { background: #bfe8c5 } .s.odd { background: #9fd9a8 } .o { text-decoration: underline wavy #c33 }
-.bar { display: inline-block; height: .8em; background: #7aa7d8 } .legend span { padding: 0 .4em; margin-right: 1em }
+.bar { display: block; height: .8em; background: #7aa7d8 } .legend span { padding: 0 .4em; margin-right: 1em }
 @media (prefers-color-scheme: dark) { body { color: #ddd; background: #191919 } pre { background: #222 } .t { color: #999 }
   .s { background: #1f5a2a } .s.odd { background: #2c7039 } td, th { border-color: #444 } }
 )";

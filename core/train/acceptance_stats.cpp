@@ -80,7 +80,7 @@ constexpr const char* kHead = R"(<!doctype html>
 <style>
 body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:72em;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:.6em 0 1.4em}td,th{padding:.25em .8em;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left}small{color:#666}.bar{display:inline-block;height:.8em;background:#4a7ebb;vertical-align:middle}
+td:first-child,th:first-child{text-align:left}small{color:#666}.bar{display:block;height:.8em;background:#4a7ebb}.words{text-align:left}
 .bad{color:#b00020;font-weight:600}.good{color:#176b2c}h2{margin-top:1.8em}
 </style>
 )";
@@ -112,9 +112,9 @@ std::string speculative_page(const Json& report) {
       out += row({to_text(place.at("position").as_int()), to_text(place.at("reached").as_int()), to_text(place.at("accepted").as_int()), number(place, "rate", 3),
                   bar(place.at("rate").as_double()), number(place, "survival", 3), bar(place.at("survival").as_double())});
     }
-    out += "</table>\n<table>" + row({"tokens drafted", "acceptance length", "how"}, "th");
+    out += "</table>\n<table>" + row({"tokens drafted", "acceptance length", ""}, "th");
     for (const Json& length : draft.at("by_draft_tokens").items()) {
-      out += row({to_text(length.at("draft_tokens").as_int()), number(length, "acceptance_length", 3), escaped_html(length.at("how").as_string())});
+      out += row({to_text(length.at("draft_tokens").as_int()), number(length, "acceptance_length", 3), "<div class=words>" + escaped_html(length.at("how").as_string()) + "</div>"});
     }
     out += "</table>\n<table>" + row({"category", "prompts", "passes", "acceptance length (95 %)"}, "th");
     for (const auto& [category, length] : draft.at("by_category").entries()) {

@@ -217,6 +217,83 @@ class Prepare(unittest.TestCase):
         self.assertEqual(sum(prompt["loss_mask"]), 0)
         self.assertEqual(prompt["category"], "greeting")
 
+    def ids(self, *sets, name="train.jsonl"):
+        """Ids of all records that prepare makes with these options, anew."""
+        shutil.rmtree(self.place / "tokens", ignore_errors=True)
+        self.report(*(part for one in sets for part in ("--set", one)))
+        return [record["input_ids"] for record in self.records(name)]
+
+    def test_a_template_is_given_options_another_day_or_another_place(self):
+        self.write([chat("a b c", "d e f")])
+        template = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        own = self.ids()
+        (self.place / "other.jinja").write_text("{{ '<|im_start|>system\nBe brief, ' + (mood or 'calm') + ', ' + strftime_now('%Y-%m-%d') + '<|im_end|>\n' }}"
+                                                + template)
+        path, day = f'data.chat_template_path="{self.place}/other.jinja"', 'data.chat_template_date="2025-02-03"'
+        [other] = self.ids(path, day)
+        self.assertNotEqual([other], own)
+        self.assertEqual([other], self.ids(path, day))
+        self.assertNotEqual([other], self.ids(path, 'data.chat_template_date="2025-02-04"'))
+        moods = [self.ids(path, day, f'data.chat_template_options=["mood={mood}"]') for mood in ("glad", "sad", "calm")]
+        self.assertNotEqual(moods[0], moods[1])
+        self.assertEqual(moods[2], [other])
+        from tokenizers import Tokenizer
+        text = Tokenizer.from_file(str(self.place / "target/tokenizer.json")).decode(other, skip_special_tokens=False)
+        self.assertEqual(text, "<|im_start|>system\nBe brief, calm, 2025-02-03<|im_end|>\n<|im_start|>user\na b c<|im_end|>\n<|im_start|>assistant\nd e f<|im_end|>")
+        for bad, said in ((f'data.chat_template_path="{self.place}/no.jinja"', "does not exist"), ('data.chat_template_date="tomorrow"', "chat_template_date"),
+                          ('data.chat_template_options=["mood"]', "chat_template_options")):
+            shutil.rmtree(self.place / "tokens", ignore_errors=True)
+            done = self.host("--set", bad)
+            self.assertIn(done.returncode, (2, 4), done.stderr)
+            self.assertIn(said, done.stderr)
+            self.assertTrue(self.nothing_written())
+
+    def test_the_split_follows_its_seed_and_keeps_a_question_on_one_side(self):
+        draw = random.Random(5)
+        questions = [words(draw, 6) for _ in range(60)]
+        self.write([chat(q, words(draw, 9)) for q in questions for _ in range(2)])
+        share, out = "data.held_out_share=0.3", f'data.eval_data_path="{self.place}/tokens/eval.jsonl"'
+        sides = {}
+        for seed in (1, 1, 2):
+            train = self.ids(share, out, f"data.split_seed={seed}")
+            held_out = [record["input_ids"] for record in self.records("eval.jsonl")]
+            self.assertEqual(len(train) + len(held_out), 120)
+            asked = [{tuple(r["input_ids"][:r["loss_mask"].index(1)]) for r in self.records(name)} for name in ("train.jsonl", "eval.jsonl")]
+            self.assertFalse(asked[0] & asked[1])
+            if seed in sides:
+                self.assertEqual(sides[seed], held_out)
+            sides[seed] = held_out
+        self.assertNotEqual(sides[1], sides[2])
+
+    def test_duplicates_are_left_out_unless_they_are_wanted(self):
+        self.write([chat("a b c", "d e f"), chat("g h i", "j k l"), chat("a b c", "d e f"), chat("a b c", "d e f")])
+        self.assertEqual(len(self.ids()), 2)
+        self.assertEqual(len(self.ids("data.deduplicate=false")), 4)
+
+    def test_rendered_texts_are_supervised_in_answers_or_as_a_whole(self):
+        text = "<|im_start|>user\na b c<|im_end|>\n<|im_start|>assistant\nd e f<|im_end|>\n"
+        self.write([{"text": text}])
+        self.ids()
+        [record] = self.records()
+        self.assertEqual(record["loss_mask"][0], 0)
+        self.assertLess(sum(record["loss_mask"]), len(record["loss_mask"]) - 4)
+        self.ids('data.text_supervision="all"')
+        [record] = self.records()
+        self.assertEqual(sum(record["loss_mask"]), len(record["loss_mask"]))
+        self.write([{"text": "no turn is marked in this text"}] * 2)
+        self.assertEqual(self.host().returncode, 4)
+        self.assertEqual(len(self.ids('data.text_supervision="all"')), 1)
+
+    def test_held_out_conversations_may_be_a_file_of_their_own(self):
+        self.write([chat("a b c", "d e f")])
+        self.write([chat("g h i", "j k l"), chat("m n o", "p q r")], "eval.jsonl")
+        sets = (f'data.eval_conversations_path="{self.place}/eval.jsonl"', f'data.eval_data_path="{self.place}/tokens/held_out.jsonl"')
+        self.assertEqual(len(self.ids(*sets)), 1)
+        self.assertEqual(len(self.records("held_out.jsonl")), 2)
+        done = self.host("--set", sets[0], "--set", sets[1], "--set", "data.held_out_share=0.1")
+        self.assertNotEqual(done.returncode, 0)
+        self.assertIn("held_out_share", done.stderr)
+
     def test_doctor_shows_tokens_masks_and_shares(self):
         draw = random.Random(4)
         self.write([chat(words(draw, 5), words(draw, 12)) for _ in range(40)] + [{"messages": CONVERSATION}])

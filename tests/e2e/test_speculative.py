@@ -72,7 +72,7 @@ class Decoding(unittest.TestCase):
         paths = {"output_dir": "runs", "data.train_data_path": "train.jsonl", "data.eval_data_path": "held_out.jsonl", "data.hidden_states_path": f"{features}/train",
                  "data.eval_hidden_states_path": f"{features}/held_out"}
         sets = [part for key, path in paths.items() for part in ("--set", f'{key}="{cls.place / path}"')]
-        return subprocess.run([HOST, verb, recipe(algorithm), *sets, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
+        return subprocess.run([HOST, *verb.split(), recipe(algorithm), *sets, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
 
     @classmethod
     def ok(cls, algorithm, verb, *arguments, code=0, **options):
@@ -349,26 +349,39 @@ class Decoding(unittest.TestCase):
             tensors["norm.weight"] = (dtype, shape, raw[2:] + raw[:2])
         self.caught("dflash2", "changed after it was written", change, checksums=False)
 
-    def test_broken_features_of_another_model(self):
-        """Trained on states whose columns stand elsewhere: loss and held-out acceptance look as ever, and decoding shows it."""
+    def trained_on(self, name, change, tensors=("hidden_states",)):
+        """What decoding says of a draft whose features were changed, rows of states [tokens, columns] at a time."""
         for split in ("train", "held_out"):
-            folder = self.place / "elsewhere" / split
+            folder = self.place / name / split
             shutil.copytree(self.place / "features" / split, folder)
             for file in folder.glob("*.safetensors"):
                 whole = bytearray(file.read_bytes())
                 size = int.from_bytes(whole[:8], "little")
-                states = json.loads(whole[8:8 + size])["hidden_states"]
-                begin, end = (8 + size + offset for offset in states["data_offsets"])
-                rows = np.frombuffer(bytes(whole[begin:end]), np.uint16).reshape(states["shape"])
-                whole[begin:end] = rows[:, ::-1].tobytes()
+                header = json.loads(whole[8:8 + size])
+                for tensor in tensors:
+                    states = header[tensor]
+                    begin, end = (8 + size + offset for offset in states["data_offsets"])
+                    rows = np.frombuffer(bytes(whole[begin:end]), np.uint16).reshape(states["shape"])
+                    whole[begin:end] = change(rows).tobytes()
                 file.write_bytes(whole)
-        elsewhere = ("--set", 'run_id="elsewhere"', "--set", "data.verify_checksums=false")
-        self.ok("dflash2", "train", *elsewhere, features="elsewhere")
-        self.ok("dflash2", "export", "--checkpoint", "best", "--output", self.place / "draft-elsewhere", *elsewhere, features="elsewhere")
-        one = self.speculate("--draft", self.place / "draft-elsewhere")["drafts"][0]
+        elsewhere = ("--set", f'run_id="{name}"', "--set", "data.verify_checksums=false")
+        self.ok("dflash2", "train", *elsewhere, features=name)
+        self.ok("dflash2", "export", "--checkpoint", "best", "--output", self.place / f"draft-{name}", *elsewhere, features=name)
+        one = self.speculate("--draft", self.place / f"draft-{name}")["drafts"][0]
         self.assertFalse(one["teacher_forced"]["as_recorded"], one["verdict"])
         self.assertIn("WHEN IT WAS SAVED", one["verdict"])
         self.assertTrue(one["teacher_forced"]["agrees"])
+
+    def test_broken_features_of_another_model(self):
+        """Trained on states whose columns stand elsewhere: loss and held-out acceptance look as ever, and decoding shows it."""
+        self.trained_on("elsewhere", lambda rows: rows[:, ::-1])
+
+    def test_broken_labels_off_by_one(self):
+        """Trained with each token beside the state of the next one: it is told what it has to guess, and looks better than any other until it decodes."""
+        self.trained_on("shifted", lambda rows: np.concatenate([rows[1:], rows[:1]]), ("hidden_states", "target_last_hidden_states"))
+        done = self.host("dflash2", "doctor features", features="shifted")
+        self.assertEqual(done.returncode, 4, done.stdout + done.stderr)
+        self.assertIn("the features are shifted", done.stdout + done.stderr)
 
 
 if __name__ == "__main__":

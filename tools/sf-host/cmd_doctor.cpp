@@ -186,7 +186,7 @@ ExitCode doctor_data(const Command& command, const Plan& plan) {
       std::string line = format("outside the draft vocabulary ({} tokens): {} % of supervised tokens, {} different ones", size,
                                 format_fixed(100.0 * static_cast<double>(parts[i].statistics.supervised - inside) / static_cast<double>(std::max<std::int64_t>(parts[i].statistics.supervised, 1)), 2),
                                 outside.size());
-      for (std::size_t k = 0; k < std::min<std::size_t>(outside.size(), 10); ++k) {
+      for (std::size_t k = 0; k < std::min<std::size_t>(outside.size(), 10) && outside[k].first < -1; ++k) {
         line += format("{}{} ({} times)", k == 0 ? "; most often " : ", ", outside[k].second, -outside[k].first);
       }
       parts[i].outside.push_back(std::move(line));
