@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <unordered_map>
 
 namespace sf {
 
@@ -296,6 +297,13 @@ class ShardedStore final : public FeatureStore {
     };
     shard.starts = column("record.start");
     shard.lengths = column("record.length");
+    const std::vector<int64_t> samples = column("record.sample");
+    if (samples.size() != shard.lengths.size() || shard.starts.size() != shard.lengths.size()) {
+      throw Error(ExitCode::kData,
+                  format("{}: 'record.sample' has {} entries, 'record.start' {} and 'record.length' {}; one for each record expected", shard.file.path(),
+                         samples.size(), shard.starts.size(), shard.lengths.size()),
+                  kCaptureAgainHint);
+    }
     const TensorView& ids = shard.file.at("input_ids");
     const int64_t tokens = ids.shape.empty() ? 0 : ids.shape[0];
     for (const TensorView& tensor : shard.file.tensors()) {
@@ -310,10 +318,17 @@ class ShardedStore final : public FeatureStore {
     for (size_t i = 0; i < shard.lengths.size(); ++i) {
       const int64_t length = shard.lengths[i];
       if (length == 0) continue;  // refused by the capture
-      if (i >= shard.starts.size() || length < 0 || shard.starts[i] < 0 ||
-          shard.starts[i] > tokens - length) {
+      if (length < 0 || shard.starts[i] < 0 || shard.starts[i] > tokens - length) {
         throw Error(ExitCode::kData,
                     format("{}: record {} lies outside its {} tokens", shard.file.path(), i, tokens),
+                    kCaptureAgainHint);
+      }
+      if (const auto [before, is_new] = record_of_sample_.emplace(samples[i], records_.size()); !is_new) {  // it would count twice in every epoch
+        const Place& other = records_[before->second];
+        const std::filesystem::path other_path = other.shard == shards_.size() ? shard.file.path() : shards_[other.shard].file.path();
+        throw Error(ExitCode::kData,
+                    format("{}: record {} is sample {}, which record {} of {} is already", shard.file.path(), i, samples[i], other.record,
+                           other_path.filename()),
                     kCaptureAgainHint);
       }
       records_.push_back({shards_.size(), static_cast<int64_t>(i), shard.starts[i], length});
@@ -335,6 +350,7 @@ class ShardedStore final : public FeatureStore {
   std::map<std::string, Source> sources_;  // by the key of the need
   std::vector<Shard> shards_;
   std::vector<Place> records_;
+  std::unordered_map<int64_t, size_t> record_of_sample_;
   std::string fingerprint_;
   std::string target_fingerprint_;
 };

@@ -64,6 +64,8 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
     fail(position == 0 ? 0 : position - 1, reason);
   }
 
+  [[noreturn]] void refuse(size_t position, const std::string& reason) const { fail(position, reason); }
+
  private:
   [[noreturn]] void fail(size_t position, const std::string& reason) const {
     position = std::min(position, text_.size());
@@ -145,6 +147,9 @@ Json Json::object(std::initializer_list<Entry> entries) {
 
 Json Json::parse(std::string_view text, std::string_view source_name) {
   JsonReader reader(text, source_name);
+  if (const size_t zero = text.find('\0'); zero != std::string_view::npos) {
+    reader.refuse(zero, "a zero byte, which no JSON has");  // the parser would take it for the end of the text
+  }
   nlohmann::json::sax_parse(text.begin(), text.end(), &reader);
   return reader.take();
 }

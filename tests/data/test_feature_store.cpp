@@ -98,6 +98,14 @@ size_t bytes_after(const SafetensorsFile& file, const char* name) {
   return static_cast<size_t>(last.bytes.data() + last.bytes.size() - file.at(name).bytes.data());
 }
 
+// One number of a shard's I64 column.
+void write_number(const Scratch& scratch, const char* shard, const char* name, size_t index, int64_t value) {
+  std::string bytes = read_file(scratch.path() / shard);
+  const SafetensorsFile file = SafetensorsFile::open(scratch.path() / shard);
+  std::memcpy(bytes.data() + (bytes.size() - bytes_after(file, name)) + index * sizeof(value), &value, sizeof(value));
+  scratch.write(shard, bytes);
+}
+
 std::vector<float> floats(const TensorView& view) {
   std::vector<float> values(view.bytes.size() / 4);
   std::memcpy(values.data(), view.bytes.data(), view.bytes.size());
@@ -304,6 +312,19 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
          s.write("shard-2.safetensors", bytes);
        },
        "shard-2.safetensors: record 0 lies outside its 9 tokens"},
+      {"sample twice in a shard",
+       [](const Scratch& s, FeatureNeeds&) { write_number(s, "shard-2.safetensors", "record.sample", 1, 2); },
+       "shard-2.safetensors: record 1 is sample 2, which record 0 of shard-2.safetensors is already"},
+      {"sample in two shards",
+       [](const Scratch& s, FeatureNeeds&) { write_number(s, "shard-2.safetensors", "record.sample", 0, 1); },
+       "shard-2.safetensors: record 0 is sample 1, which record 1 of shard-0.safetensors is already"},
+      {"fewer records than the manifest says",
+       [](const Scratch& s, FeatureNeeds&) {
+         FeatureManifest manifest = FeatureManifest::read(s.path() / kManifestName);
+         manifest.shards[1].records += 1;  // with a fingerprint that is right
+         s.write(kManifestName, manifest.to_json().dump(2));
+       },
+       "shard-2.safetensors: has 2 records, the manifest says 3"},
       {"another target",
        [](const Scratch&, FeatureNeeds& needs) { needs.target_fingerprint = "fedcba98765432"; },
        "these features are of another target: its fingerprint is 0123456789ab, model.target_model_path has "

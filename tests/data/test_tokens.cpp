@@ -68,6 +68,15 @@ TEST_CASE("tokens: what is no integer is named by key, place and value") {
             .ends_with("t.jsonl:1: loss_mask[1] is \"x\", an integer expected"));
 }
 
+TEST_CASE("tokens: a zero byte behind a line's object is refused with its column") {
+  const Scratch scratch;
+  std::string text = "{\"input_ids\": [1, 2], \"loss_mask\": [0, 1]}\n{\"input_ids\": [1, 2], \"loss_mask\": [0, 1]}";
+  text += '\0';
+  text += '\n';
+  CHECK(error_of([&] { (void)read_tokens(scratch.write("t.jsonl", text), {}); }, &scratch)
+            .ends_with("t.jsonl:2: column 43: not valid JSON: a zero byte, which no JSON has"));
+}
+
 TEST_CASE("tokens: an empty file and a missing one are refused") {
   const Scratch scratch;
   CHECK(error_of([&] { (void)read_tokens(scratch.write("t.jsonl", "\n\n"), {}); }, &scratch) ==

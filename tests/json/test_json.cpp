@@ -62,6 +62,20 @@ TEST_CASE("json: a syntax error names source, line and column") {
   CHECK_THROWS_AS((void)Json::parse("[1, 2"), JsonError);
 }
 
+TEST_CASE("json: a zero byte is refused wherever it stands, and not taken for the end of the text") {
+  for (const std::string& text : {std::string("{\"a\": 1}\0", 9), std::string("{\"a\": 1}\0, 2", 12), std::string("[1,\0 2]", 7), std::string("[\"a\0\"]", 6)}) {
+    CAPTURE(text.size());
+    std::string message = "no error";
+    try {
+      (void)Json::parse(text, "x.json");
+    } catch (const JsonError& error) {
+      message = error.what();
+      CHECK(error.column() == static_cast<int>(text.find('\0')) + 1);
+    }
+    CHECK(message.find("not valid JSON: a zero byte") != std::string::npos);
+  }
+}
+
 TEST_CASE("json: a key that appears twice is refused") {
   CHECK(message_of([] { (void)Json::parse(R"({"a": 1, "a": 2})", "x.json"); }) ==
         "x.json: not valid JSON: key \"a\" appears twice in one object");
