@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/text.hpp"
+#include "core/checkpoint/presence.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -129,6 +130,10 @@ const char* text_of(FoundCheckpoint::State state) {
 std::vector<ListedCheckpoint> list_run(const fs::path& run_folder, CheckpointReader::Verify verify) {
   if (!fs::is_directory(run_folder)) {
     throw Error(ExitCode::kCheckpoint, format("{} is not a folder", run_folder), "name a run's folder (output_dir/run_id), or a recipe");
+  }
+  if (is_there(run_folder / kMarkerFile)) {
+    const fs::path step_folder = fs::canonical(run_folder);
+    throw Error(ExitCode::kCheckpoint, format("{} is one checkpoint, not a run", run_folder), format("its run is {}", step_folder.parent_path()));
   }
   std::error_code ignored;
   const fs::path latest = fs::read_symlink(run_folder / "latest", ignored);

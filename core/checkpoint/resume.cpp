@@ -72,11 +72,14 @@ std::optional<fs::path> newest_in(const fs::path& run_folder) {
 }
 
 // "atuo" is a slip of the pen and no folder.
-void refuse_slip(const std::string& which) {
+void refuse_slip(const fs::path& run_folder, const std::string& which) {
   const std::string near = did_you_mean(which, {"auto", "best"});
   if (which.find('/') == std::string::npos && !is_there(which)) {
+    const bool is_of_this_run = is_there(run_folder / which);  // as a list shows it
     throw Error(ExitCode::kCheckpoint, format("there is no checkpoint \"{}\": no folder is called so", which),
-                near.empty() ? "auto (the newest), best, or the folder of a checkpoint or of a run" : format("did you mean \"{}\"?", near));
+                is_of_this_run ? format("name it with its run's folder: {}", run_folder / which)
+                : near.empty() ? "auto (the newest), best, or the folder of a checkpoint or of a run"
+                               : format("did you mean \"{}\"?", near));
   }
 }
 
@@ -126,7 +129,7 @@ std::optional<CheckpointReader> open_checkpoint(const fs::path& run_folder, cons
     const std::optional<fs::path> newest = newest_in(run_folder);
     return newest ? std::optional(open_or_advise(*newest, run_folder)) : std::nullopt;
   }
-  refuse_slip(which);
+  refuse_slip(run_folder, which);
   fs::path folder = which;
   if (!folder.has_filename()) {
     folder = folder.parent_path();  // "runs/step-00000100/"

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checkpoints through sf-host: saves beside training, kill -9 at random moments, damage, other ranks and backends on resume, the verb checkpoints. About 45 s.
 
-    tests/e2e/checkpoints.py BUILD_DIR TESTS_DIR [CASE ...]          SF_KILLS=200 kills more often (tools/check)
+    tests/e2e/checkpoints.py BUILD_DIR TESTS_DIR [CASE ...]          SF_KILLS=200 kills more often (tools/check), SF_KILLS_SEED=n at other moments
 
 Needs the Python packages of tools/setup for one case (safetensors). Ends with `N passed, N failed`.
 """
@@ -22,6 +22,7 @@ from tiny import BUILD, ENVIRONMENT, HOST, Work, expect
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tools"))
 KILLS = int(os.environ.get("SF_KILLS", "10"))
+SEED = int(os.environ.get("SF_KILLS_SEED", "7"))   # of their moments
 NO_EVAL = ("--set", 'data.eval_hidden_states_path=""')
 FLOAT = ("--set", 'training.reduce_dtype="float32"')
 WRITER = {"sync": "sync", "async": "async_ckpt"}
@@ -56,9 +57,9 @@ class Run(Work):
     def train(self, *arguments, code=0, **where):
         return self.host("train", *self.arguments(**where), *arguments, code=code)
 
-    def begin(self, *arguments, **where):
-        return subprocess.Popen([HOST, "train", self.path / "recipe.toml", *self.arguments(**where), *arguments], cwd=self.path, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True)
+    def begin(self, *arguments, output=subprocess.PIPE, **where):
+        return subprocess.Popen([HOST, "train", self.path / "recipe.toml", *self.arguments(**where), *arguments], cwd=self.path, stdout=output,
+                                stderr=output, text=True, env=ENVIRONMENT, start_new_session=True)
 
     def folder(self, run="tiny"):
         return self.path / "out" / run
@@ -141,52 +142,101 @@ def ctrl_c_and_sigterm_wait_for_a_slow_save():
     shutil.rmtree(work.path)
 
 
-def kill_again_and_again(work, draw, kills, ranks, run):
-    """Starts, kills -9 at a random moment, looks at what is there, and again, with either writer in turn; then lets the run end. How many kills left an
-    unfinished save behind."""
-    newest, number, within_a_save = 0, 0, 0
-    busy = ("--set", "training.save_interval=2", "--set", "training.max_checkpoints=3")
-    while number < kills:
-        process = work.begin(*busy, ranks=ranks, writer="async" if number % 2 else "sync", run=run)
-        begun, limit = max(work.curve(run), default=0) if work.folder(run).exists() else 0, time.time() + 60
-        wanted = begun + draw.randrange(1, 4)
-        while process.poll() is None and not (draw.random() < 0.02 and number % 5 == 4):  # some die before their first step
-            if (work.folder(run) / "metrics.jsonl").exists() and max(work.curve(run), default=0) >= wanted:
-                break
+def names_of(folder):
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def moment_of(folder):
+    """What a run is doing, by the names on its disk: removing, committing (rank 0 adds state, index and marker), saving, or nothing of this."""
+    names = names_of(folder)
+    if any(name.startswith(".removed-") for name in names):
+        return "rotation"
+    partial = next((name for name in names if name.startswith(".partial-step-")), None)
+    if partial is None:
+        return "step"
+    return "save" if all(name.endswith(".safetensors") for name in names_of(folder / partial)) else "commit"
+
+
+def wait_for_moment(work, process, draw, run, wanted):
+    """Returns when the run is there, with a random delay, or has ended."""
+    folder, limit = work.folder(run), time.time() + 60
+    if wanted == "start":
+        time.sleep(draw.uniform(0, 0.6))
+        return
+    begun = max(work.curve(run), default=0) if folder.exists() else 0
+    if wanted == "step":
+        begun += draw.randrange(0, 4)
+        while process.poll() is None and not ((folder / "metrics.jsonl").exists() and max(work.curve(run), default=0) > begun):
             assert time.time() < limit, "no progress"
             time.sleep(0.004)
         time.sleep(draw.uniform(0, 0.03))
-        if process.poll() is not None:  # it got to its end: from the start again
-            assert process.returncode == 0, process.stderr.read()
-            process.communicate()
-            shutil.rmtree(work.folder(run))
-            newest = 0
-            continue
-        number += 1
-        if ranks > 1 and number % 4 > 1:  # one rank alone: the others follow
-            children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            if children:
-                try:
-                    os.kill(int(draw.choice(children)), signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-                process.communicate(timeout=60)
+        return
+    while process.poll() is None and moment_of(folder) != "step":  # what the last kill left is swept first
+        assert time.time() < limit, "nothing was swept"
+    while process.poll() is None and (moment_of(folder) != wanted or draw.random() < 0.5):  # not always the first one
+        assert time.time() < limit, f"no {wanted}"
+    time.sleep(draw.choice((0, 0, draw.uniform(0, 0.002))))
+
+
+def kill_one_rank(process, draw):
+    """The launcher goes on; it ends the others."""
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    if children:
         try:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.kill(int(draw.choice(children)), signal.SIGKILL)
         except ProcessLookupError:
             pass
-        process.communicate()
+        process.wait(timeout=60)
+
+
+def kill_again_and_again(work, draw, kills, ranks, run, met):
+    """Starts, kills -9 at a moment of some kind, looks at what is there, and again, with either writer in turn; then lets the run end. The start after a kill
+    is the next one that is killed. `met` counts kills by what the disk showed."""
+    newest, number = 0, 0
+    busy = ("--set", "training.save_interval=2", "--set", "training.max_checkpoints=3")
+    moments = ["step", "save", "commit", "rotation", "step", "save", "commit", "start"]
+    while number < kills:
+        writer = "async" if number % 2 else "sync"
+        slow = ("--set", f'plugin.async_ckpt.bandwidth="{draw.choice((0, 2, 20))}MB"') if writer == "async" else ()
+        wanted = moments[(number // 2) % len(moments)]
+        with open(work.path / "log", "w+") as log:
+            process = work.begin(*busy, *slow, ranks=ranks, writer=writer, run=run, output=log)
+            before = newest
+            wait_for_moment(work, process, draw, run, wanted)
+            if process.poll() is not None:  # it got to its end: from the start again
+                log.seek(0)
+                assert process.returncode == 0, log.read()
+                shutil.rmtree(work.folder(run))
+                newest = 0
+                continue
+            number += 1
+            if ranks > 1 and draw.random() < 0.5:
+                kill_one_rank(process, draw)
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+            log.seek(0)
+            said = log.read()
         wait_for_end_of_lock(work.folder(run))
         if not work.folder(run).exists():
             continue
+        moment = moment_of(work.folder(run))
+        met[f"{writer} {moment}"] = met.get(f"{writer} {moment}", 0) + 1
+        if "going on from" in said:
+            expect(said, f"going on from {work.folder(run)}/step-{before:08d} ")
+        else:
+            assert before == 0 or wanted == "start", f"step {before} was there, and the run started without it:\n{said}"
         found = json.loads(checkpoints("verify", work.folder(run), "--json", code=None).stdout)
         assert all(one["state"] != "damaged" for one in found), found
         whole = [one["step"] for one in found if one["state"] == "complete"]
-        within_a_save += any(one["state"] == "unfinished" for one in found)
         assert max(whole, default=0) >= newest, f"step {newest} was there: {found}"
         newest = max(whole, default=0)
     work.train(*busy, ranks=ranks, writer="async", run=run)
-    return within_a_save
 
 
 def wait_for_end_of_lock(folder):
@@ -206,20 +256,20 @@ def command_lines():
 
 
 def killed_at_any_moment_a_run_ends_with_the_same_bits():
-    draw = random.Random(7)
+    draw = random.Random(SEED)
     shares = {1: (KILLS + 1) // 2, 2: KILLS // 2}
-    steps = 20 + 8 * shares[1]
+    steps = 20 + 4 * shares[1]
     work = Run(steps=steps)
-    within = 0
-    for ranks in (1, 2):
-        work.train("--set", "training.save_interval=0", ranks=ranks, run=f"whole{ranks}")
+    met = {}
     for ranks, kills in shares.items():
+        work.train("--set", "training.save_interval=0", ranks=ranks, run=f"whole{ranks}")
         run = f"killed{ranks}"
-        within += kill_again_and_again(work, draw, kills, ranks, run)
+        kill_again_and_again(work, draw, kills, ranks, run, met)
         assert work.files(steps, run) == work.files(steps, f"whole{ranks}"), f"weights, masters and moments: {run}"
         assert work.curve(run) == work.curve(f"whole{ranks}"), f"every loss: {run}"
         checkpoints("verify", work.folder(run))
-    print(f"        {KILLS} kills, {within} of them within a save")
+    print(f"        {KILLS} kills; the disk showed {', '.join(f'{count} x {what}' for what, count in sorted(met.items()))}")
+    assert sum(count for what, count in met.items() if "step" not in what) >= KILLS // 4, "too few of them within a save"
     shutil.rmtree(work.path)
 
 
@@ -303,7 +353,7 @@ def every_damage_has_one_message_and_the_good_one_before_it_is_named():
         damage()
         told = checkpoints("verify", work.folder(), code=7).stdout
         expect(told, "step-00000004", message)
-        assert sum("damaged" in line for line in told.splitlines()) == 1, f"{name}: {told}"
+        assert sum("damaged:" in line for line in told.splitlines()) == 1, f"{name}: {told}"
         expect(checkpoints("inspect", last, code=7).stderr, message, str(good))
         if name in ("a bit flipped", "a rank's file missing"):
             told = work.train("--set", "training.max_steps=6", "--set", "training.total_steps=4", ranks=2, code=7).stderr
@@ -315,17 +365,22 @@ def every_damage_has_one_message_and_the_good_one_before_it_is_named():
     shutil.rmtree(work.path)
 
 
-def a_full_disk_beside_training_ends_the_run_and_the_step_before_stays():
+def a_full_disk_ends_the_run_and_the_step_before_stays():
     work = Run(steps=9)
-    limited = ["bash", "-c", 'ulimit -f "$0"; exec "$@"', "120", HOST, "train", work.path / "recipe.toml", *work.arguments(writer="async"), "--set",
-               "training.save_interval=3"]  # files of 120 KiB stand for the disk: features are larger and only read
-    done = subprocess.run(list(map(str, limited)), cwd=work.path, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.count("error: ") == 1, done.stderr
-    expect(done.stderr, "saving step 3", "rank00000.safetensors", "free some space")
-    assert not list(work.folder().glob("*step-*")), "nothing half is left"
-    work.train("--set", "training.save_interval=3", writer="async")
-    assert work.steps() == [3, 6, 9]
+    often = ("--set", "training.save_interval=3", "--set", "training.total_steps=9")
+    for writer in WRITER:
+        work.train(*often, "--set", "training.max_steps=3", writer=writer, run=writer)
+        limited = ["bash", "-c", 'ulimit -f "$0"; exec "$@"', "120", HOST, "train", work.path / "recipe.toml", *work.arguments(writer=writer, run=writer), *often]
+        # files of 120 KiB stand for the disk: features are larger and only read
+        done = subprocess.run(list(map(str, limited)), cwd=work.path, capture_output=True, text=True, timeout=60, env=ENVIRONMENT)
+        assert done.returncode == 7, done.stderr
+        assert done.stderr.count("error: ") == 1, done.stderr
+        expect(done.stderr, "saving step 6", "rank00000.safetensors", "free some space", "the last checkpoint is step 3")
+        assert [path.name for path in work.folder(writer).glob("*step-*")] == ["step-00000003"], "nothing half is left"
+        checkpoints("verify", work.folder(writer))
+        work.train(*often, writer=writer, run=writer)
+        assert sorted(path.name for path in work.folder(writer).glob("step-*")) == ["step-00000003", "step-00000006", "step-00000009"]
+    assert work.files(9, "sync") == work.files(9, "async")
     shutil.rmtree(work.path)
 
 
@@ -362,6 +417,11 @@ def the_verb_lists_inspects_compares_and_prunes():
     expect(checkpoints("lst", work.folder(), code=2).stderr, "did you mean", "list")
     expect(checkpoints("diff", work.folder(), code=2).stderr, "takes 2 arguments")
     expect(checkpoints("list", work.path / "nowhere", code=7).stderr, "nowhere")
+    expect(checkpoints("list", work.path / "out").stdout, "no checkpoint in", "runs below it", "out/tiny")
+    for action in (("list",), ("prune", "--keep", 1)):
+        expect(checkpoints(action[0], work.folder() / "step-00000008", *action[1:], code=7).stderr, "is one checkpoint, not a run", str(work.folder()))
+    expect(checkpoints("verify", work.folder()).stdout, "every byte checked: 3 whole, 0 damaged")
+    expect(work.train("--resume", "step-00000008", code=7).stderr, "no folder is called so", "out/tiny/step-00000008")
     shutil.rmtree(work.path)
 
 
@@ -389,5 +449,5 @@ def weights_of_many_ranks_are_read_by_the_package_safetensors():
 
 
 if __name__ == "__main__":
-    helpers = ("expect_not", "kill_again_and_again", "wait_for_end_of_lock", "command_lines")
+    helpers = ("expect_not", "names_of", "moment_of", "wait_for_moment", "kill_one_rank", "kill_again_and_again", "wait_for_end_of_lock", "command_lines")
     tiny.main({name: value for name, value in globals().items() if name not in helpers})

@@ -63,14 +63,26 @@ void print_list(const std::vector<ListedCheckpoint>& all) {
     std::printf("%s  %s%s%s\n", padded(found.folder.filename().string(), 22).c_str(), what.c_str(), listed.is_latest ? "  latest" : "",
                 listed.is_best ? "  best" : "");
   }
-  if (all.empty()) {
-    std::puts("no checkpoint here");
-  }
 }
 
+// A folder of runs is easily taken for one.
+void print_no_checkpoint(const fs::path& folder) {
+  std::vector<std::string> runs;
+  for (const auto& entry : fs::directory_iterator(folder)) {
+    if (entry.is_directory() && !list_checkpoints(entry.path()).empty()) {
+      runs.push_back(entry.path().string());
+    }
+  }
+  std::sort(runs.begin(), runs.end());
+  std::printf("no checkpoint in %s%s%s\n", folder.c_str(), runs.empty() ? "" : "; runs below it: ", join(runs, ", ").c_str());
+}
+
+void print_all(const fs::path& folder, const std::vector<ListedCheckpoint>& all) { all.empty() ? print_no_checkpoint(folder) : print_list(all); }
+
 ExitCode list(const Command& command, const std::vector<std::string>& words) {
-  const auto all = list_run(run_folder_of(command, words.at(0)), CheckpointReader::Verify::sizes);
-  command.json ? print_json(list_json(all)) : print_list(all);
+  const fs::path folder = run_folder_of(command, words.at(0));
+  const auto all = list_run(folder, CheckpointReader::Verify::sizes);
+  command.json ? print_json(list_json(all)) : print_all(folder, all);
   return ExitCode::kOk;
 }
 
@@ -103,11 +115,15 @@ ExitCode verify(const Command& command, const std::vector<std::string>& words) {
     return ExitCode::kOk;
   }
   const auto all = list_run(folder, CheckpointReader::Verify::checksums);
-  command.json ? print_json(list_json(all)) : print_list(all);
-  const auto is = [&](FoundCheckpoint::State state) {
-    return std::any_of(all.begin(), all.end(), [&](const ListedCheckpoint& listed) { return listed.found.state == state; });
+  command.json ? print_json(list_json(all)) : print_all(folder, all);
+  const auto count = [&](FoundCheckpoint::State state) {
+    return std::count_if(all.begin(), all.end(), [&](const ListedCheckpoint& listed) { return listed.found.state == state; });
   };
-  return is(FoundCheckpoint::State::damaged) || !is(FoundCheckpoint::State::complete) ? ExitCode::kCheckpoint : ExitCode::kOk;
+  const auto whole = count(FoundCheckpoint::State::complete), damaged = count(FoundCheckpoint::State::damaged);
+  if (!command.json && !all.empty()) {
+    std::printf("every byte checked: %td whole, %td damaged\n", whole, damaged);
+  }
+  return damaged > 0 || whole == 0 ? ExitCode::kCheckpoint : ExitCode::kOk;
 }
 
 ExitCode diff(const Command& command, const std::vector<std::string>& words) {
