@@ -56,7 +56,7 @@ class Place:
         assert done.returncode == code, f"{' '.join(map(str, arguments))}: exit {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def train(self, run, *arguments, backend="single", mode=None, ranks=1, steps=STEPS, code=0):
+    def train(self, run, *arguments, backend="single", mode=None, ranks=1, steps=STEPS, code=0, writer="sync"):
         micro_steps, batch = POOLING[self.algorithm][ranks]
         values = {"run_id": f'"{run}"', "training.max_steps": steps, "training.total_steps": STEPS, "training.accumulation_steps": micro_steps,
                   "training.batch_size": batch, "training.learning_rate": 1e-3, "training.log_interval": 1, "training.save_interval": 0,
@@ -66,7 +66,7 @@ class Place:
         if backend == "fsdp2":
             values["training.reduce_dtype"] = '"float32"'
         sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-        return self.host("train", "--backend", backend, *sets, *arguments, ranks=ranks, code=code)
+        return self.host("train", "--backend", f"{backend}+{writer}", *sets, *arguments, ranks=ranks, code=code)
 
     def curve(self, run):
         lines = [json.loads(line) for line in (self.path / "runs" / run / "metrics.jsonl").read_text().splitlines()]
@@ -100,6 +100,7 @@ def relative(a, b):
 
 
 def compare(place, run, expected, what):
+    """The largest relative difference of a loss or a gradient norm."""
     curve = place.curve(run)
     assert len(curve) == STEPS, f"{what}: {len(curve)} updates"
     for step, (found, wanted) in enumerate(zip(curve, expected["curve"]), 1):
@@ -116,6 +117,7 @@ def compare(place, run, expected, what):
         assert worst < 2e-3 * largest or worst < 2e-3, f"{what}: {name} differs by {worst} of {largest}"
         mean = sum(abs(a - b) for a, b in zip(tensors[name], wanted)) / max(1, len(wanted))
         assert mean < 1e-5 * largest, f"{what}: {name} differs by {mean} of {largest} on average"
+    return max(relative(a, b) for pair in zip(curve, expected["curve"]) for a, b in zip(*pair))
 
 
 def trains_as_one_process(algorithm):
@@ -177,6 +179,19 @@ def a_run_goes_on_under_the_same_backend_with_the_same_bits():
     shutil.rmtree(place.path)
 
 
+def a_run_goes_on_from_two_ranks_to_one_and_back_with_the_same_losses():
+    place = Place("dflash2")
+    place.train("whole")
+    for backend, mode in (("fsdp1", "SHARD_GRAD_OP"), ("fsdp2", "FULL_SHARD")):
+        run = f"{backend}-legs"
+        for ranks, end in ((2, STEPS // 3), (1, 2 * STEPS // 3), (2, STEPS)):
+            done = place.train(run, backend=backend if ranks > 1 else "single", mode=mode, ranks=ranks, steps=end, writer="async_ckpt")
+            assert end == STEPS // 3 or "going on from" in done.stdout + done.stderr
+        worst = compare(place, run, {"curve": place.curve("whole"), "tensors": place.tensors("whole")}, f"{backend}: 2, 1, 2 ranks")
+        print(f"        {backend}: 2, 1, 2 ranks: relative difference {worst:.1e}")
+    shutil.rmtree(place.path)
+
+
 def a_run_goes_on_under_other_backends_and_numbers_of_ranks():
     if MOST_RANKS < 4:
         return
@@ -202,7 +217,7 @@ def a_run_goes_on_under_other_backends_and_numbers_of_ranks():
 
 def main():
     cases = [dflash2_trains_as_one_process, dspark_trains_as_one_process, eagle3_trains_as_one_process, a_window_has_one_gather_and_one_reduction_for_each_group,
-             a_run_goes_on_under_the_same_backend_with_the_same_bits, a_run_goes_on_under_other_backends_and_numbers_of_ranks]
+             a_run_goes_on_under_the_same_backend_with_the_same_bits, a_run_goes_on_from_two_ranks_to_one_and_back_with_the_same_losses, a_run_goes_on_under_other_backends_and_numbers_of_ranks]
     only = [word for word in sys.argv[2:] if not word.startswith("--")]
     passed = failed = 0
     for case in cases:
