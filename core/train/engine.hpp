@@ -42,6 +42,7 @@ struct EngineContext {
 struct TrainArguments {
   std::string resume;       // "", "auto" (newest complete checkpoint, or a fresh start) or a checkpoint folder
   std::string init_from;    // weights only
+  int64_t details_interval = 0;   // updates between two windows with metrics that cost something; 0: each window that has a line in the log
 };
 
 /// A feature that an algorithm reads.

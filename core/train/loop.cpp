@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -101,6 +102,7 @@ class TrainingRun {
       lock_ = std::make_unique<FolderLock>(session_->run_folder, ExitCode::kCheckpoint, "another process is training in this run folder",
                                          "wait for it, stop it, or choose another run_id or output_dir");
     }
+    details_interval_ = arguments.details_interval;
     start_from(arguments);
     if (const auto best = told_by_lead(*session_, session_->is_lead() ? best_text() : "", "the best checkpoint so far"); !best.empty()) {
       best_score_ = std::stod(best);
@@ -313,7 +315,8 @@ class TrainingRun {
       const int64_t update = progress_.update;
       const bool is_last = update + 1 == horizon_.windows;
       const bool will_log = (update + 1) % log_interval == 0 || is_last || update == first_update;
-      const StepInfo step{.update = update, .updates_total = horizon_.schedule, .wants_details = will_log};
+      const bool wants_details = details_interval_ > 0 ? (update + 1) % details_interval_ == 0 || is_last || update == first_update : will_log;
+      const StepInfo step{.update = update, .updates_total = horizon_.schedule, .wants_details = wants_details};
       const double rate = rate_->at(update);
       const StepResult result =
           trainer_->run(window, step, rate, {.wants_stop = context_.stop_requested && context_.stop_requested(),
@@ -348,8 +351,11 @@ class TrainingRun {
       elapsed_logged += seconds_since(window_start);
 
       if (will_log) {
-        auto metrics = ratios(session_->runner->metrics());
-        session_->algorithm->derive_metrics(metrics);
+        std::map<std::string, double> metrics;
+        if (wants_details) {
+          metrics = ratios(session_->runner->metrics());
+          session_->algorithm->derive_metrics(metrics);
+        }
         const auto accept = metrics.find("acceptance_length");
         const double per_update = train_seconds_ / static_cast<double>(progress_.update - first_update);
         const StepLine line{.step = progress_.update,
@@ -694,6 +700,7 @@ class TrainingRun {
   };
   std::optional<PendingSave> pending_;
   bool is_beside_ = false;               // the writer works while windows run
+  int64_t details_interval_ = 0;
   int64_t saves_ = 0;
   double save_stall_seconds_ = 0, save_seconds_ = 0;
   Unusable unusable_;

@@ -350,7 +350,8 @@ Json end_to_end(const EngineContext& context, const BenchArguments& arguments, R
   put("data.eval_hidden_states_path", std::string());
   put("training.eval_interval", int64_t{0});
   put("training.save_interval", plan.get<int64_t>("training.save_interval"));
-  put("training.log_interval", int64_t{1});
+  const auto details_interval = plan.get<int64_t>("training.log_interval");
+  put("training.log_interval", int64_t{1});   // every window is timed; metrics come as often as in a run
   put("training.max_steps", steps);
   put("training.num_epochs", (steps * shape.entries() + workload.samples - 1) / workload.samples);
   std::string number = to_text(static_cast<int64_t>(Clock::now().time_since_epoch().count()));
@@ -364,7 +365,7 @@ Json end_to_end(const EngineContext& context, const BenchArguments& arguments, R
 
   EngineContext inner = context;
   inner.plan = &plan;
-  const Json summary = train(inner, {}, ranks);
+  const Json summary = train(inner, {.details_interval = details_interval}, ranks);
   if (summary.at("interrupted").as_bool()) {
     throw Error(ExitCode::kInterrupted, "asked to stop: the benchmark has no result");
   }
