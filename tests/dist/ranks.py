@@ -19,7 +19,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
-from tiny import ENVIRONMENT, HOST, Work, expect, run_cases  # noqa: E402
+from tiny import BUILD, ENVIRONMENT, HOST, Work, expect, run_cases  # noqa: E402
 
 FSDP2 = ("--backend", "fsdp2", "--set", 'training.reduce_dtype="float32"')
 
@@ -283,6 +283,20 @@ def ranks_with_different_recipes_are_told_apart():
     codes, results = ranks_by_hand(work, free_port(), [(), ("--set", "training.seed=7")])
     assert codes == [6, 6], results
     expect(results[0][1], "rank 1 differs from rank 0", "training.seed is 42 on rank 0 and 7 on rank 1")
+    assert not errors_in(results[1][1]), results[1]
+    shutil.rmtree(work.path)
+
+
+def ranks_with_different_builds_of_a_plugin_are_told_apart():
+    work = Ranks()
+    other = work.path / "other"
+    other.mkdir()
+    (other / "fsdp2.so").write_bytes((BUILD / "lib" / "sf" / "plugins" / "fsdp2.so").read_bytes() + b"\0")  # another SHA-256, the same code
+    codes, results = ranks_by_hand(work, free_port(), [(), ("--plugin", f"fsdp2={other / 'fsdp2.so'}")])
+    assert codes == [6, 6], results
+    told = re.search(r"sharding plugin fsdp2 is (\w{16}) on rank 0 and (\w{16}) on rank 1", results[0][1])
+    assert told and told[1] != told[2], results[0][1]
+    expect(results[0][1], "rank 1 differs from rank 0", "start all ranks with the same recipe, flags and build")
     assert not errors_in(results[1][1]), results[1]
     shutil.rmtree(work.path)
 

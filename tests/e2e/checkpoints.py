@@ -391,6 +391,10 @@ def the_default_goes_on_and_none_starts_only_where_nothing_is():
     expect(work.train().stderr, "nothing to do")
     expect(work.train("--resume", "none", code=2).stderr, "already holds checkpoints", "--resume auto")
     expect(work.train("--init-from", work.folder() / "step-00000003", code=2).stderr, "already holds checkpoints")
+    expect(work.train("--resume", work.path / "out", code=7).stderr, "holds no checkpoint itself", "name one of the runs in it", "out/tiny")
+    expect(work.train("--init-from", work.path / "nowhere", run="other", code=7).stderr, "nowhere does not exist", "name a step's folder, or a run's")
+    expect(work.train("--set", "training.learning_rate=3e-3", "--set", "training.max_steps=3", "--set", "training.total_steps=6").stderr,
+           "training.learning_rate was 0.01 and is 0.003")
     work.train("--init-from", work.folder() / "step-00000003", run="other")
     assert min(work.curve("other")) == 1
     work.train("--resume", work.folder() / "step-00000003", "--set", "training.save_interval=2")
