@@ -385,6 +385,23 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
   }
 }
 
+namespace {
+
+// A value of [training] in the text of a resolved recipe; empty when it is not there.
+std::string training_value(const std::string& recipe, const std::string& key) {
+  bool is_inside = false;
+  for (const std::string& line : split(recipe, '\n')) {
+    if (line.starts_with("[")) {
+      is_inside = line.starts_with("[training]");
+    } else if (is_inside && line.starts_with(key) && trim(line.substr(key.size())).starts_with("=")) {
+      return std::string(trim(line.substr(line.find('=') + 1)));
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
 Continuation compare_runs(const RunState& saved, const RunState& now) {
   Continuation out;
   const auto differ = [&](std::string_view what, const auto& before, const auto& after,
@@ -424,6 +441,12 @@ Continuation compare_runs(const RunState& saved, const RunState& now) {
     out.warnings.push_back(format("an optimizer step took {} on {} ranks, and takes {} on {} now: the run goes on with every sample once, but not as it would "
                                   "have; training.batch_size and training.accumulation_steps can keep it as it was",
                                   saved.layout.window, saved.layout.ranks, now.layout.window, now.layout.ranks));
+  }
+  for (const char* key : {"learning_rate", "warmup_ratio", "weight_decay", "max_grad_norm"}) {  // may change; nobody should change them unawares
+    const std::string before = training_value(saved.recipe, key), after = training_value(now.recipe, key);
+    if (before != after && !before.empty() && !after.empty()) {
+      out.warnings.push_back(format("training.{} was {} and is {}: the run goes on with that, and not as it would have", key, before, after));
+    }
   }
   for (const auto& [key, before] : saved.versions) {
     const auto after = now.versions.find(key);

@@ -32,11 +32,30 @@ std::string good_one_beside(const fs::path& run_folder, const fs::path& except) 
   return "";
 }
 
+// Folders in `folder` that hold checkpoints: it is a folder of runs, and easily taken for one.
+std::string runs_in(const fs::path& folder) {
+  std::vector<std::string> runs;
+  std::error_code unknown;
+  for (const auto& entry : fs::directory_iterator(folder, unknown)) {
+    if (!list_checkpoints(entry.path()).empty()) {
+      runs.push_back(entry.path().string());
+    }
+  }
+  std::sort(runs.begin(), runs.end());
+  return join(runs, ", ");
+}
+
 CheckpointReader open_or_advise(const fs::path& folder, const fs::path& run_folder) {
   try {
     return CheckpointReader::open(folder);
   } catch (const Error& error) {
     const std::string good = good_one_beside(run_folder, folder);
+    if (const std::string runs = runs_in(folder); good.empty() && !runs.empty()) {
+      throw Error(error.code(), format("{} holds no checkpoint itself", folder), format("name one of the runs in it: {}", runs));
+    }
+    if (std::error_code unknown; good.empty() && !fs::exists(folder, unknown)) {
+      throw Error(error.code(), error.what(), "name a step's folder, or a run's");
+    }
     throw Error(error.code(), error.what(),
                 good.empty() ? format("no other complete checkpoint is in {}; train anew, with another run_id", run_folder)
                              : format("name the newest good one instead: {}", good));
