@@ -17,16 +17,16 @@ class DraftRun : public AlgorithmRun {
  public:
   /// Weights not in `weights` keep what describe() says, drawn from a fixed seed.
   DraftRun(const DflashOptions& options, const ModelFacts& facts, const TargetTables& tables, const std::map<std::string, at::Tensor>& weights,
-           at::ScalarType dtype = at::kFloat, at::Device device = at::kCPU)
-      : DraftRun(std::make_unique<Dflash>(options), facts, tables, weights, dtype, device) {}
+           at::ScalarType dtype = at::kFloat, at::Device device = at::kCPU, Ops* ops = nullptr)
+      : DraftRun(std::make_unique<Dflash>(options), facts, tables, weights, dtype, device, ops) {}
 
   [[nodiscard]] Dflash& algorithm() { return *algorithm_; }
   [[nodiscard]] at::Tensor normed(const at::Tensor& rows) { return AlgorithmRun::normed(rows, algorithm_->config().layers.rms_norm_eps); }
 
  private:
   DraftRun(std::unique_ptr<Dflash> algorithm, const ModelFacts& facts, const TargetTables& tables, const std::map<std::string, at::Tensor>& weights,
-           at::ScalarType dtype, at::Device device)
-      : AlgorithmRun(*algorithm, facts, tables, weights, dtype, {}, device), algorithm_(std::move(algorithm)) {}
+           at::ScalarType dtype, at::Device device, Ops* ops)
+      : AlgorithmRun(*algorithm, facts, tables, weights, dtype, {}, device, ops), algorithm_(std::move(algorithm)) {}
 
   std::unique_ptr<Dflash> algorithm_;
 };

@@ -51,7 +51,7 @@ std::map<std::string, Ratio> ratios(const TapeRunner& runner) {
 double Ratio::value() const { return !denominator.defined() ? numerator.item<double>() : numerator.item<double>() / std::max(denominator.item<double>(), 1e-12); }
 
 AlgorithmRun::AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const TargetTables& tables,
-                           const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype, TapeRunner::Options options, at::Device device)
+                           const std::map<std::string, at::Tensor>& weights, at::ScalarType dtype, TapeRunner::Options options, at::Device device, Ops* ops)
     : any_(algorithm), description_(algorithm.describe(facts)), device_(device) {
   const Placement placement{device, dtype};
   sharding_.build(description_.units, placement);
@@ -68,8 +68,9 @@ AlgorithmRun::AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const 
     units.push_back(&any_.unit(static_cast<int64_t>(i)));
   }
   const auto here = [&](const at::Tensor& table) { return table.defined() ? table.to(device) : table; };
-  any_.bind({here(tables.embedding_vh), here(tables.head_vh)}, cpu_ops());
-  runner_ = std::make_unique<TapeRunner>(units, description_.units, sharding_, cpu_ops(), placement, std::move(options));
+  Ops& used = ops != nullptr ? *ops : cpu_ops();
+  any_.bind({here(tables.embedding_vh), here(tables.head_vh)}, used);
+  runner_ = std::make_unique<TapeRunner>(units, description_.units, sharding_, used, placement, std::move(options));
 }
 
 Batch AlgorithmRun::batch(const std::map<std::string, at::Tensor>& tensors) {

@@ -34,9 +34,9 @@ struct StepOutcome {
 
 class AlgorithmRun {
  public:
-  /// Weights not in `weights` keep what describe() says, drawn from a fixed seed. The algorithm outlives the run.
+  /// Weights not in `weights` keep what describe() says, drawn from a fixed seed. The algorithm outlives the run, and so do `ops` (null: the host's).
   AlgorithmRun(Algorithm& algorithm, const ModelFacts& facts, const TargetTables& tables, const std::map<std::string, at::Tensor>& weights,
-               at::ScalarType dtype, TapeRunner::Options options = {}, at::Device device = at::kCPU);
+               at::ScalarType dtype, TapeRunner::Options options = {}, at::Device device = at::kCPU, Ops* ops = nullptr);
 
   /// A batch as the loader would hand it over: the fields that the algorithm reads and those that prepare() leaves. finish() is called here.
   [[nodiscard]] Batch batch(const std::map<std::string, at::Tensor>& tensors);
