@@ -39,14 +39,15 @@ class RankComm : public Comm {
   std::map<std::string, int64_t> counts_;
 };
 
-/// Shapes and types of a gather or reduce-scatter; SF_CHECKs.
-void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks, const std::string& label);
+/// Shapes and types of a gather or reduce-scatter; SF_CHECKs. `may_be_wide`: the part may be float32 where the whole is bfloat16.
+void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks, const std::string& label, bool may_be_wide = false);
 
 /// Collectives on the CPU. Reductions are sums in rank order in float32 (float64 and int64 in their own type), rounded once: the same bits every run.
 /// `library`: libsf_comm_gloo.so. Throws Error(kCommunication) when it can't be opened or the ranks do not reach each other.
 std::unique_ptr<RankComm> open_gloo(RankGroup& group, const std::filesystem::path& library);
 
-/// Collectives on GPUs by NCCL, on a stream of their own. `engine_cuda`: handle of libsf_engine_cuda.so. Throws Error(kCommunication).
-std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda);
+/// Collectives on GPUs by NCCL, on a stream of their own. `engine_cuda`: handle of libsf_engine_cuda.so. `peer_copies`: between GPUs of one machine, gathers and
+/// reductions of registered buffers go by their copy engines (core/dist/peer_copies.hpp), where the machine allows it. Throws Error(kCommunication).
+std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, bool peer_copies);
 
 }  // namespace sf

@@ -118,7 +118,7 @@ class GlooComm final : public RankComm {
 
   std::unique_ptr<CommWork> reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label, Channel channel) override {
     const std::string name = count("reduce_scatter", label);
-    check_parts(whole, part, size(), name);
+    check_parts(whole, part, size(), name, /*may_be_wide=*/true);
     const at::Tensor pieces_wn = staging(exchanged_, whole.numel(), whole.scalar_type()).view({size(), part.numel()});
     exchange(name, pieces_wn, whole, channel);
     at::NoGradGuard no_grad;

@@ -3,7 +3,9 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <array>
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
@@ -29,7 +31,8 @@ int type_code(const at::Tensor& tensor, const std::string& name) {
   }
 }
 
-std::string to_hex(const std::array<unsigned char, SF_NCCL_ID_BYTES>& bytes) {
+template <size_t N>
+std::string to_hex(const std::array<unsigned char, N>& bytes) {
   std::string text;
   for (const unsigned char byte : bytes) {
     text += "0123456789abcdef"[byte >> 4];
@@ -38,8 +41,9 @@ std::string to_hex(const std::array<unsigned char, SF_NCCL_ID_BYTES>& bytes) {
   return text;
 }
 
-std::array<unsigned char, SF_NCCL_ID_BYTES> from_hex(const std::string& text) {
-  std::array<unsigned char, SF_NCCL_ID_BYTES> bytes{};
+template <size_t N>
+std::array<unsigned char, N> from_hex(const std::string& text) {
+  std::array<unsigned char, N> bytes{};
   SF_CHECK(text.size() == 2 * bytes.size(), "an id of {} digits", text.size());
   for (size_t i = 0; i < bytes.size(); ++i) {
     bytes[i] = static_cast<unsigned char>(std::stoi(text.substr(2 * i, 2), nullptr, 16));
@@ -62,8 +66,9 @@ void* current_stream(at::Device device) { return c10::impl::VirtualGuardImpl(dev
 // Its tensors live until the current stream is behind the collective: then the allocator, which knows that stream alone, may use their memory again.
 class Work final : public CommWork {
  public:
-  Work(std::shared_ptr<Issued> issued, std::vector<at::Tensor> tensors, at::Device device)
-      : issued_(std::move(issued)), tensors_(std::move(tensors)), device_(device) {}
+  /// `after` is done on the current stream behind the collective; may be empty.
+  Work(std::shared_ptr<Issued> issued, std::vector<at::Tensor> tensors, at::Device device, std::function<void()> after)
+      : issued_(std::move(issued)), tensors_(std::move(tensors)), device_(device), after_(std::move(after)) {}
   ~Work() override {
     if (!tensors_.empty()) {
       try {
@@ -75,6 +80,10 @@ class Work final : public CommWork {
   void wait() override {
     Problem problem{};
     const int failed = issued_->api.wait(issued_->work, current_stream(device_), problem.data(), problem.size());
+    if (failed == 0 && after_) {
+      after_();
+    }
+    after_ = nullptr;
     tensors_.clear();
     if (failed != 0) {
       throw Error(ExitCode::kDevice, problem.data());
@@ -85,11 +94,18 @@ class Work final : public CommWork {
   std::shared_ptr<Issued> issued_;
   std::vector<at::Tensor> tensors_;
   at::Device device_;
+  std::function<void()> after_;
 };
+
+using PeerHandle = std::array<unsigned char, SF_PEER_HANDLE_BYTES>;
+constexpr int64_t kPeersMost = 16;
+constexpr int64_t kPeerAlignment = 16;  // bytes, of a part in the sum's kernel
 
 class NcclComm final : public RankComm {
  public:
-  NcclComm(RankGroup& ranks, at::Device device, const sf_nccl_api& api) : RankComm(ranks), api_(api), device_(device), main_(connect("main")) {
+  NcclComm(RankGroup& ranks, at::Device device, const sf_nccl_api& api, bool peer_copies)
+      : RankComm(ranks), api_(api), device_(device), wants_peers_(peer_copies && size() > 1), main_(connect("main")) {
+    main_peers_ = meet_peers(main_);
     group().watchdog().set_abort([this] {
       for (sf_nccl* channel : {reduction_, main_}) {
         if (channel != nullptr) {
@@ -103,18 +119,32 @@ class NcclComm final : public RankComm {
     });
   }
 
-  std::string library() const override { return "NCCL " + version_text(api_.version); }
+  std::string library() const override {
+    return "NCCL " + version_text(api_.version) + (main_peers_ ? ", gathers and reductions by the GPUs' copy engines" : "");
+  }
 
   std::unique_ptr<CommWork> all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label, Channel channel) override {
     const std::string name = count("all_gather", label);
     check_parts(whole, part, size(), name);
+    if (const Shared* shared = shared_memory_of(part, channel)) {
+      return gather_from_peers(name, whole, part, *shared, channel);
+    }
     return issue(name, api_.all_gather, channel, {.out = whole.data_ptr(), .in = part.const_data_ptr(), .count = part.nbytes(), .type = SF_NCCL_BYTES}, {whole, part});
   }
   std::unique_ptr<CommWork> reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label, Channel channel) override {
     const std::string name = count("reduce_scatter", label);
-    check_parts(whole, part, size(), name);
+    check_parts(whole, part, size(), name, /*may_be_wide=*/true);
+    const bool can_be_summed = part.scalar_type() == at::kFloat && static_cast<int64_t>(whole.nbytes()) / size() % kPeerAlignment == 0;
+    if (const Shared* shared = can_be_summed ? shared_memory_of(whole, channel) : nullptr) {
+      return sum_from_peers(name, part, whole, *shared, channel);
+    }
+    const at::Tensor narrow = part.scalar_type() == whole.scalar_type() ? part : at::empty(part.sizes(), whole.options());
     return issue(name, api_.reduce_scatter, channel,
-                 {.out = part.data_ptr(), .in = whole.const_data_ptr(), .count = static_cast<uint64_t>(part.numel()), .type = type_code(part, name)}, {part, whole});
+                 {.out = narrow.data_ptr(), .in = whole.const_data_ptr(), .count = static_cast<uint64_t>(part.numel()), .type = type_code(narrow, name)},
+                 {part, whole, narrow}, narrow.is_same(part) ? std::function<void()>() : [part, narrow] {
+                   at::NoGradGuard no_grad;
+                   part.copy_(narrow);
+                 });
   }
   std::unique_ptr<CommWork> all_reduce(const at::Tensor& tensor, Reduction reduction, std::string_view label, Channel channel) override {
     const std::string name = count("all_reduce", label);
@@ -133,6 +163,7 @@ class NcclComm final : public RankComm {
   void open_reduction_channel() override {
     if (reduction_ == nullptr) {
       reduction_ = connect("reduction");
+      reduction_peers_ = meet_peers(reduction_);
     }
   }
   void register_buffer(const at::Tensor& buffer) override {
@@ -142,10 +173,20 @@ class NcclComm final : public RankComm {
         log_info("NCCL copies through buffers of its own, as it can't register ours: {}", problem.data());
       }
     }
+    if (main_peers_ || reduction_peers_) {
+      share(buffer);
+    }
   }
 
  private:
   using Function = sf_nccl_work* (*)(sf_nccl*, const sf_nccl_call*, char*, size_t);
+
+  // A registered buffer, and where those of the other ranks lie in this process.
+  struct Shared {
+    const char* begin = nullptr;
+    size_t bytes = 0;
+    std::vector<const char*> of_rank;
+  };
 
   sf_nccl* connect(const std::string& channel) {
     Problem problem{};
@@ -153,7 +194,7 @@ class NcclComm final : public RankComm {
     if (rank() == 0 && api_.make_id(id.data(), problem.data(), problem.size()) != 0) {
       throw Error(ExitCode::kCommunication, format("NCCL can't make an id: {}", problem.data()), "NCCL_DEBUG=INFO says more");
     }
-    id = from_hex(gather_texts(to_hex(id), "the meeting of NCCL's " + channel + " communicator").front());
+    id = from_hex<SF_NCCL_ID_BYTES>(gather_texts(to_hex(id), "the meeting of NCCL's " + channel + " communicator").front());
     sf_nccl* opened = api_.open(id.data(), static_cast<int>(rank()), static_cast<int>(size()), device_.index(), group().limit().count(), problem.data(), problem.size());
     if (opened == nullptr) {
       group().explain("NCCL's " + channel + " communicator", 0, problem.data());
@@ -161,36 +202,161 @@ class NcclComm final : public RankComm {
     return opened;
   }
 
-  std::unique_ptr<CommWork> issue(const std::string& name, Function function, Channel channel, sf_nccl_call call, std::vector<at::Tensor> tensors) {
+  // One text of each rank that holds a handle, or why there is none. Empty when one of them has none: then nobody goes on, and rank 0 has said why.
+  std::vector<PeerHandle> exchange_handles(const PeerHandle& own, int failed, const Problem& problem, std::string_view what) {
+    std::vector<PeerHandle> handles;
+    for (const std::string& text : gather_texts(failed != 0 ? format("-{}", problem.data()) : to_hex(own), what)) {
+      if (text.starts_with("-")) {
+        log_info("gathers and reductions go by NCCL alone: {}: {}", what, text.substr(1));
+        return {};
+      }
+      handles.push_back(from_hex<SF_PEER_HANDLE_BYTES>(text));
+    }
+    return handles;
+  }
+  bool all_could(int failed, const Problem& problem, std::string_view what) {
+    return !exchange_handles(PeerHandle{}, failed, problem, what).empty();
+  }
+
+  bool meet_peers(sf_nccl* channel) {
+    if (!wants_peers_ || group().world().local_size != size() || size() > kPeersMost) {
+      return false;
+    }
+    Problem problem{};
+    PeerHandle own{};
+    int failed = api_.make_peers(channel, own.data(), problem.data(), problem.size());
+    const std::vector<PeerHandle> handles = exchange_handles(own, failed, problem, "sharing memory with the other ranks");
+    if (handles.empty()) {
+      return false;
+    }
+    failed = api_.meet_peers(channel, handles.data(), problem.data(), problem.size());
+    return all_could(failed, problem, "opening the other ranks' memory");
+  }
+
+  void share(const at::Tensor& buffer) {
+    Problem problem{};
+    PeerHandle own{};
+    int failed = api_.share_memory(main_, buffer.const_data_ptr(), own.data(), problem.data(), problem.size());
+    const std::vector<PeerHandle> handles = exchange_handles(own, failed, problem, "sharing a buffer with the other ranks");
+    if (handles.empty()) {
+      return;
+    }
+    Shared shared{.begin = static_cast<const char*>(buffer.const_data_ptr()), .bytes = buffer.nbytes(), .of_rank = {}};
+    failed = 0;
+    for (int64_t rank = 0; rank < size() && failed == 0; ++rank) {
+      void* there = buffer.data_ptr();
+      if (rank != this->rank()) {
+        failed = api_.open_memory(main_, handles[static_cast<size_t>(rank)].data(), &there, problem.data(), problem.size());
+      }
+      shared.of_rank.push_back(static_cast<const char*>(there));
+    }
+    if (all_could(failed, problem, "opening a buffer of the other ranks")) {
+      shared_.push_back(std::move(shared));
+    }
+  }
+
+  sf_nccl* of(Channel channel) const { return channel == Channel::reduction && reduction_ != nullptr ? reduction_ : main_; }
+
+  // Null: not registered, or not on this channel. The same on all ranks, which register the same buffers.
+  const Shared* shared_memory_of(const at::Tensor& tensor, Channel channel) const {
+    const auto* data = static_cast<const char*>(tensor.const_data_ptr());
+    if (of(channel) == main_ ? main_peers_ : reduction_peers_) {
+      for (const Shared& shared : shared_) {
+        if (data >= shared.begin && data + tensor.nbytes() <= shared.begin + shared.bytes) {
+          return &shared;
+        }
+      }
+    }
+    return nullptr;
+  }
+
+  // Each rank begins with the one after it, so that no memory is read by all at once.
+  std::unique_ptr<CommWork> gather_from_peers(const std::string& name, const at::Tensor& whole, const at::Tensor& part, const Shared& shared, Channel channel) {
+    const auto* own = static_cast<const char*>(part.const_data_ptr());
+    auto* to = static_cast<char*>(whole.data_ptr());
+    const size_t bytes = part.nbytes();
+    std::vector<sf_peer_copy> copies;
+    for (int64_t step = 1; step <= size(); ++step) {
+      const auto peer = static_cast<size_t>((rank() + step) % size());
+      const char* from = shared.of_rank[peer] + (own - shared.begin);
+      if (from != to + peer * bytes) {
+        copies.push_back({.to = to + peer * bytes, .from = from, .bytes = bytes});
+      }
+    }
+    return exchange(name, channel, {.copies = copies.data(), .copies_count = static_cast<int>(copies.size())}, {whole, part});
+  }
+
+  std::unique_ptr<CommWork> sum_from_peers(const std::string& name, const at::Tensor& part, const at::Tensor& whole, const Shared& shared, Channel channel) {
+    const auto* own = static_cast<const char*>(whole.const_data_ptr());
+    const size_t bytes = whole.nbytes() / static_cast<size_t>(size()), place = static_cast<size_t>(rank()) * bytes;
+    at::Tensor& received = of(channel) == main_ ? received_ : received_beside_;
+    const int64_t elements = part.numel() * (size() - 1);
+    if (!received.defined() || received.numel() < elements || received.scalar_type() != whole.scalar_type()) {
+      c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());  // what is in flight still fills the old one; once for each larger group
+      received = at::empty({elements}, whole.options());
+    }
+    auto* free = static_cast<char*>(received.data_ptr());
+    std::vector<sf_peer_copy> copies;
+    std::vector<const void*> parts(static_cast<size_t>(size()), own + place);
+    for (int64_t step = 1; step < size(); ++step) {
+      const auto peer = static_cast<size_t>((rank() + step) % size());
+      copies.push_back({.to = free, .from = shared.of_rank[peer] + (own - shared.begin) + place, .bytes = bytes});
+      parts[peer] = free;
+      free += bytes;
+    }
+    return exchange(name, channel,
+                    {.copies = copies.data(), .copies_count = static_cast<int>(copies.size()), .sum = part.data_ptr<float>(), .parts = parts.data(),
+                     .parts_count = static_cast<int>(parts.size()), .elements = static_cast<uint64_t>(part.numel()), .type = type_code(whole, name)},
+                    {part, whole});
+  }
+
+  std::unique_ptr<CommWork> exchange(const std::string& name, Channel channel, sf_peer_exchange call, std::vector<at::Tensor> tensors) {
+    return issue_with(name, std::move(tensors), {}, [&](char* problem, size_t bytes) {
+      call.stream = current_stream(device_);
+      return api_.exchange(of(channel), &call, problem, bytes);
+    });
+  }
+  std::unique_ptr<CommWork> issue(const std::string& name, Function function, Channel channel, sf_nccl_call call, std::vector<at::Tensor> tensors,
+                                  std::function<void()> after = {}) {
+    return issue_with(name, std::move(tensors), std::move(after), [&](char* problem, size_t bytes) {
+      call.stream = current_stream(device_);
+      return function(of(channel), &call, problem, bytes);
+    });
+  }
+
+  template <class Begin>
+  std::unique_ptr<CommWork> issue_with(const std::string& name, std::vector<at::Tensor> tensors, std::function<void()> after, Begin&& begin) {
     for (const at::Tensor& tensor : tensors) {
       SF_CHECK(tensor.device() == device_, "{}: a tensor on {}, the collectives are on {}", name, tensor.device().str(), device_.str());
     }
-    call.stream = current_stream(device_);
-    sf_nccl* self = channel == Channel::reduction && reduction_ != nullptr ? reduction_ : main_;
     Problem problem{};
-    sf_nccl_work* work = function(self, &call, problem.data(), problem.size());
+    sf_nccl_work* work = begin(problem.data(), problem.size());
     if (work == nullptr) {
       group().explain(name, group().progress().issue(name), problem.data());
     }
     auto issued = std::make_shared<Issued>(api_, work);
     (void)group().progress().issue(name, [issued] { return issued->api.is_done(issued->work) != 0; });
-    return std::make_unique<Work>(std::move(issued), std::move(tensors), device_);
+    return std::make_unique<Work>(std::move(issued), std::move(tensors), device_, std::move(after));
   }
 
   const sf_nccl_api& api_;
   at::Device device_;
+  bool wants_peers_ = false;
   sf_nccl* main_ = nullptr;
   sf_nccl* reduction_ = nullptr;
+  bool main_peers_ = false, reduction_peers_ = false;   // the channel can copy between the ranks' GPUs
+  std::vector<Shared> shared_;
+  at::Tensor received_, received_beside_;               // of a reduction: parts of the other ranks; by channel
 };
 
 }  // namespace
 
-std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda) {
+std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, bool peer_copies) {
   void* symbol = engine_cuda == nullptr ? nullptr : dlsym(engine_cuda, "sf_nccl_v1");
   if (symbol == nullptr) {
     throw Error(ExitCode::kCommunication, "several ranks on GPUs need NCCL, and libsf_engine_cuda.so has none", "build it again, with tools/setup's NCCL");
   }
-  return std::make_unique<NcclComm>(group, device, *reinterpret_cast<const sf_nccl_api* (*)()>(symbol)());
+  return std::make_unique<NcclComm>(group, device, *reinterpret_cast<const sf_nccl_api* (*)()>(symbol)(), peer_copies);
 }
 
 }  // namespace sf

@@ -15,6 +15,9 @@
 #include <vector>
 
 #include "core/dist/nccl_library.h"
+#ifdef SF_WITH_KERNELS
+#include "core/dist/peer_copies.hpp"
+#endif
 
 namespace {
 
@@ -63,12 +66,15 @@ class EventPool {
 struct sf_nccl {
   ncclComm_t communicator = nullptr;
   cudaStream_t stream = nullptr;
-  int device = 0;
+  int device = 0, rank = 0, size = 1;
   std::chrono::milliseconds limit{0};
   EventPool events;
   // Asking a non-blocking communicator how it is also finishes the job of its last call, so two threads must not ask at once.
   std::mutex calls;
   std::atomic<bool> aborted = false;
+#ifdef SF_WITH_KERNELS
+  std::unique_ptr<sf::PeerCopies> peers;
+#endif
 };
 
 struct sf_nccl_work {
@@ -135,6 +141,8 @@ int make_id(void* id, char* problem, size_t bytes) {
 sf_nccl* open(const void* id, int rank, int size, int device, int64_t limit_ms, char* problem, size_t bytes) {
   auto self = std::make_unique<sf_nccl>();
   self->device = device;
+  self->rank = rank;
+  self->size = size;
   self->limit = std::chrono::milliseconds(limit_ms);
   const int failed = guarded(problem, bytes, [&] {
     check(cudaSetDevice(device), "taking the GPU");
@@ -151,8 +159,8 @@ sf_nccl* open(const void* id, int rank, int size, int device, int64_t limit_ms, 
 }
 
 // Between what the caller's stream has queued and what it queues after wait().
-template <class Issue>
-sf_nccl_work* run(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t bytes, Issue&& issue) {
+template <class Call, class Issue>
+sf_nccl_work* run(sf_nccl* self, const Call* call, char* problem, size_t bytes, Issue&& issue) {
   auto work = std::make_unique<sf_nccl_work>();
   work->owner = self;
   const int failed = guarded(problem, bytes, [&] {
@@ -161,7 +169,7 @@ sf_nccl_work* run(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t
     check(cudaEventRecord(ready, static_cast<cudaStream_t>(call->stream)), "recording an event");
     check(cudaStreamWaitEvent(self->stream, ready, 0), "waiting for an event");
     self->events.give_back(ready);  // the wait has taken what was recorded; the event may be recorded anew
-    settle(*self, issue());
+    issue();
     work->done = self->events.take();
     check(cudaEventRecord(work->done, self->stream), "recording an event");
   });
@@ -170,23 +178,23 @@ sf_nccl_work* run(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t
 
 sf_nccl_work* all_gather(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t bytes) {
   return run(self, call, problem, bytes,
-             [&] { return ncclAllGather(call->in, call->out, call->count, type_of(call->type), self->communicator, self->stream); });
+             [&] { settle(*self, ncclAllGather(call->in, call->out, call->count, type_of(call->type), self->communicator, self->stream)); });
 }
 
 sf_nccl_work* reduce_scatter(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t bytes) {
   return run(self, call, problem, bytes,
-             [&] { return ncclReduceScatter(call->in, call->out, call->count, type_of(call->type), ncclSum, self->communicator, self->stream); });
+             [&] { settle(*self, ncclReduceScatter(call->in, call->out, call->count, type_of(call->type), ncclSum, self->communicator, self->stream)); });
 }
 
 sf_nccl_work* all_reduce(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t bytes) {
   const ncclRedOp_t operation = call->reduction == SF_NCCL_MAX ? ncclMax : ncclSum;
   return run(self, call, problem, bytes,
-             [&] { return ncclAllReduce(call->in, call->out, call->count, type_of(call->type), operation, self->communicator, self->stream); });
+             [&] { settle(*self, ncclAllReduce(call->in, call->out, call->count, type_of(call->type), operation, self->communicator, self->stream)); });
 }
 
 sf_nccl_work* broadcast(sf_nccl* self, const sf_nccl_call* call, char* problem, size_t bytes) {
   return run(self, call, problem, bytes, [&] {
-    return ncclBroadcast(call->in, call->out, call->count, type_of(call->type), call->root, self->communicator, self->stream);
+    settle(*self, ncclBroadcast(call->in, call->out, call->count, type_of(call->type), call->root, self->communicator, self->stream));
   });
 }
 
@@ -235,9 +243,76 @@ int problem_of(sf_nccl* self, char* problem, size_t bytes) {
 void abort(sf_nccl* self) {
   if (!self->aborted.exchange(true)) {
     take_device(self->device);
+#ifdef SF_WITH_KERNELS
+    if (self->peers != nullptr) {
+      self->peers->give_up();
+    }
+#endif
     ncclCommAbort(self->communicator);
   }
 }
+
+#ifdef SF_WITH_KERNELS
+
+static_assert(sizeof(sf::PeerHandle) == SF_PEER_HANDLE_BYTES && sizeof(sf::PeerCopy) == sizeof(sf_peer_copy));
+
+sf::PeerHandle handle_at(const void* bytes, int index) {
+  sf::PeerHandle handle;
+  std::memcpy(&handle, static_cast<const char*>(bytes) + static_cast<size_t>(index) * sizeof handle, sizeof handle);
+  return handle;
+}
+
+int make_peers(sf_nccl* self, void* handle, char* problem, size_t bytes) {
+  return guarded(problem, bytes, [&] {
+    self->peers = std::make_unique<sf::PeerCopies>(self->rank, self->size);
+    const sf::PeerHandle made = self->peers->flags();
+    std::memcpy(handle, &made, sizeof made);
+  });
+}
+
+int meet_peers(sf_nccl* self, const void* handles, char* problem, size_t bytes) {
+  return guarded(problem, bytes, [&] {
+    std::vector<void*> flags;
+    for (int rank = 0; rank < self->size; ++rank) {
+      flags.push_back(rank == self->rank ? nullptr : self->peers->open(handle_at(handles, rank)));
+    }
+    self->peers->meet(flags);
+  });
+}
+
+int share_memory(sf_nccl* self, const void* data, void* handle, char* problem, size_t bytes) {
+  return guarded(problem, bytes, [&] {
+    const sf::PeerHandle made = self->peers->handle_of(data);
+    std::memcpy(handle, &made, sizeof made);
+  });
+}
+
+int open_memory(sf_nccl* self, const void* handle, void** data, char* problem, size_t bytes) {
+  return guarded(problem, bytes, [&] { *data = self->peers->open(handle_at(handle, 0)); });
+}
+
+sf_nccl_work* exchange(sf_nccl* self, const sf_peer_exchange* call, char* problem, size_t bytes) {
+  return run(self, call, problem, bytes, [&] {
+    const sf::PeerSum sum = {.sum = call->sum, .parts = call->parts, .count = call->parts_count, .elements = call->elements,
+                             .is_bfloat16 = call->type == SF_NCCL_BFLOAT16};
+    self->peers->exchange(reinterpret_cast<const sf::PeerCopy*>(call->copies), call->copies_count, call->sum != nullptr ? &sum : nullptr, self->stream);
+  });
+}
+
+#else
+
+constexpr const char* kNoPeers = "this build has no CUDA kernels";
+
+int make_peers(sf_nccl*, void*, char* problem, size_t bytes) { return std::snprintf(problem, bytes, "%s", kNoPeers); }
+int meet_peers(sf_nccl*, const void*, char* problem, size_t bytes) { return std::snprintf(problem, bytes, "%s", kNoPeers); }
+int share_memory(sf_nccl*, const void*, void*, char* problem, size_t bytes) { return std::snprintf(problem, bytes, "%s", kNoPeers); }
+int open_memory(sf_nccl*, const void*, void**, char* problem, size_t bytes) { return std::snprintf(problem, bytes, "%s", kNoPeers); }
+sf_nccl_work* exchange(sf_nccl*, const sf_peer_exchange*, char* problem, size_t bytes) {
+  std::snprintf(problem, bytes, "%s", kNoPeers);
+  return nullptr;
+}
+
+#endif
 
 int version() {
   int number = 0;
@@ -249,6 +324,7 @@ int version() {
 
 extern "C" __attribute__((visibility("default"))) const sf_nccl_api* sf_nccl_v1(void) {
   static const sf_nccl_api api = {sizeof(sf_nccl_api), version(),  make_id, open,    all_gather,      reduce_scatter, all_reduce,
-                                  broadcast,           wait,       is_done, release, register_buffer, problem_of,     abort};
+                                  broadcast,           wait,       is_done, release, register_buffer, problem_of,     abort,
+                                  make_peers,          meet_peers, share_memory, open_memory, exchange};
   return &api;
 }

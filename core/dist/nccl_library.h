@@ -1,4 +1,4 @@
-/* core/dist/nccl_library.h: NCCL as libsf_engine_cuda.so offers it: pointers, counts and streams, no tensors. Functions return 0, or another number with the
+/* core/dist/nccl_library.h: NCCL, and copies between GPUs of one machine, as libsf_engine_cuda.so offers them: pointers, counts and streams, no tensors. Functions return 0, or another number with the
  * reason in `problem`. One thread issues; is_done, problem_of and abort may be called by another at the same time. */
 #ifndef SF_NCCL_LIBRARY_H
 #define SF_NCCL_LIBRARY_H
@@ -10,7 +10,7 @@
 extern "C" {
 #endif
 
-enum { SF_NCCL_ID_BYTES = 128 };
+enum { SF_NCCL_ID_BYTES = 128, SF_PEER_HANDLE_BYTES = 72 };
 enum { SF_NCCL_FLOAT32 = 0, SF_NCCL_BFLOAT16 = 1, SF_NCCL_FLOAT64 = 2, SF_NCCL_INT64 = 3, SF_NCCL_BYTES = 4 };
 enum { SF_NCCL_SUM = 0, SF_NCCL_MAX = 1 };
 
@@ -27,6 +27,25 @@ typedef struct sf_nccl_call {
   int root;         /* of broadcast */
   void* stream;     /* cudaStream_t */
 } sf_nccl_call;
+
+typedef struct sf_peer_copy {
+  void* to;
+  const void* from;
+  uint64_t bytes;
+} sf_peer_copy;
+
+/* What each rank copies from the others' memory once all have come this far; then, when `sum` is not null, sum[i] = parts[0][i] + parts[1][i] + ..., in
+ * float32. It is done when all ranks have copied. */
+typedef struct sf_peer_exchange {
+  const sf_peer_copy* copies;
+  int copies_count;
+  float* sum;
+  const void* const* parts;
+  int parts_count;
+  uint64_t elements;  /* of the sum */
+  int type;           /* of the parts: SF_NCCL_FLOAT32 or SF_NCCL_BFLOAT16 */
+  void* stream;       /* cudaStream_t: starts after what it has queued */
+} sf_peer_exchange;
 
 typedef struct sf_nccl_api {
   uint32_t struct_size;
@@ -45,6 +64,13 @@ typedef struct sf_nccl_api {
   /* 1 and a text when NCCL has met an error that no call returned: another rank's process is gone, the network failed. */
   int (*problem_of)(sf_nccl* self, char* problem, size_t problem_bytes);
   void (*abort)(sf_nccl* self);        /* collectives in flight end without a result; the communicator is of no use afterwards */
+  /* Copies between the ranks' GPUs, on the communicator's stream. Handles are SF_PEER_HANDLE_BYTES long and are opened by other processes of the machine.
+   * Flags first: make_peers gives the handle of the own ones, meet_peers takes the others', in rank order. Fails where a GPU or the system does not allow it. */
+  int (*make_peers)(sf_nccl* self, void* handle, char* problem, size_t problem_bytes);
+  int (*meet_peers)(sf_nccl* self, const void* handles, char* problem, size_t problem_bytes);
+  int (*share_memory)(sf_nccl* self, const void* data, void* handle, char* problem, size_t problem_bytes);
+  int (*open_memory)(sf_nccl* self, const void* handle, void** data, char* problem, size_t problem_bytes);
+  sf_nccl_work* (*exchange)(sf_nccl* self, const sf_peer_exchange* exchange, char* problem, size_t problem_bytes);
 } sf_nccl_api;
 
 const sf_nccl_api* sf_nccl_v1(void);

@@ -183,7 +183,7 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
     }
   }
   if (ranks != nullptr && ranks->group != nullptr) {
-    ranks->comm = open_comm(*ranks->group, session->placement.device);
+    ranks->comm = open_comm(*ranks->group, session->placement.device, plan.get<bool>("training.peer_copies"));
     session->ranks = ranks->group.get();
     session->placement.comm = ranks->comm.get();
   }

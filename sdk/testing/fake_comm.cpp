@@ -139,7 +139,8 @@ std::unique_ptr<CommWork> FakeComm::all_gather(const at::Tensor& whole, const at
 }
 
 std::unique_ptr<CommWork> FakeComm::reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label, Channel channel) {
-  if (whole.numel() != size() * part.numel() || !whole.is_contiguous() || !part.is_contiguous() || whole.scalar_type() != part.scalar_type()) {
+  if (whole.numel() != size() * part.numel() || !whole.is_contiguous() || !part.is_contiguous() ||
+      (whole.scalar_type() != part.scalar_type() && !(whole.scalar_type() == at::kBFloat16 && part.scalar_type() == at::kFloat))) {
     throw std::logic_error("reduce_scatter " + std::string(label) + ": sizes or types do not fit");
   }
   return issue("reduce_scatter", label, channel, whole, part);

@@ -60,6 +60,16 @@ TEST_CASE("gloo: a reduce-scatter is the sum in rank order in float32, rounded o
         comm.reduce_scatter(part, whole, "g", Channel::main)->wait();
         CHECK(at::equal(part, sum_in_rank_order(ranks, n * ranks, type).slice(0, comm.rank() * n, (comm.rank() + 1) * n)));
         CHECK(at::equal(whole, values_of(comm.rank(), n * ranks, type)));
+        if (type == at::kBFloat16) {  // a wide part keeps what the rounding would take
+          at::Tensor sum = values_of(0, n * ranks, type).to(at::kFloat);
+          for (int64_t r = 1; r < ranks; ++r) {
+            sum = sum + values_of(r, n * ranks, type).to(at::kFloat);
+          }
+          const at::Tensor wide = at::zeros({n}), own = sum.slice(0, comm.rank() * n, (comm.rank() + 1) * n);
+          comm.reduce_scatter(wide, whole, "wide", Channel::main)->wait();
+          CHECK(at::equal(wide, own));
+          CHECK(!at::equal(wide, own.to(type).to(at::kFloat)));
+        }
       }));
     }
   }

@@ -376,7 +376,7 @@ ShardingMemory GroupedSharding::memory(const std::vector<UnitSpec>& units, int64
     largest = std::max(largest, reduction.elements());
     ++reducing;
     if (is_cut) {
-      memory.buffers += reduction.part * (4 + (wire == at::kFloat ? 0 : wire_element));
+      memory.buffers += reduction.part * 4;
     }
   }
   // Of the rank that holds most of what is trained.

@@ -14,9 +14,7 @@ Reducer::Reducer(std::vector<Group> groups, Options options) : groups_(std::move
     reducing += group.layout.part > 0 ? 1 : 0;
     const int64_t part = options_.replicate ? 0 : group.layout.part;
     reduced_.push_back(at::zeros({part}, wire.dtype(at::kFloat)));
-    outputs_.push_back(options_.dtype == at::kFloat ? reduced_.back() : at::zeros({part}, wire));
   }
-  is_done_.assign(groups_.size(), false);
   const int64_t count = std::min(options_.max_inputs, reducing);  // more than one for each group could never fill
   for (int64_t i = 0; i < count; ++i) {
     inputs_.push_back(at::zeros({largest}, wire));
@@ -62,7 +60,7 @@ void Reducer::reduce(int64_t group, const std::vector<at::Tensor>& gradients) {
     reduction.gradients = gradients;
     reduction.work = options_.comm->all_reduce(input, Reduction::sum, label, options_.channel);
   } else {
-    reduction.work = options_.comm->reduce_scatter(outputs_[static_cast<size_t>(group)], input, label, options_.channel);
+    reduction.work = options_.comm->reduce_scatter(reduced_[static_cast<size_t>(group)], input, label, options_.channel);
   }
   in_flight_.push_back(std::move(reduction));
 }
@@ -71,7 +69,6 @@ void Reducer::finish_oldest() {
   InFlight oldest = std::move(in_flight_.front());
   in_flight_.pop_front();
   oldest.work->wait();
-  is_done_[static_cast<size_t>(oldest.group)] = true;
   if (options_.replicate) {
     std::vector<at::Tensor> from, to;
     for (const Piece& piece : groups_[static_cast<size_t>(oldest.group)].layout.pieces) {
@@ -96,12 +93,6 @@ void Reducer::drain() {
   while (!in_flight_.empty()) {
     finish_oldest();
   }
-  for (size_t group = 0; group < groups_.size(); ++group) {
-    if (is_done_[group] && options_.dtype != at::kFloat && !options_.replicate) {
-      reduced_[group].copy_(outputs_[group]);
-    }
-    is_done_[group] = false;
-  }
 }
 
 void Reducer::abandon() {
@@ -109,7 +100,6 @@ void Reducer::abandon() {
     given_up_.push_back(std::move(reduction));
   }
   in_flight_.clear();
-  is_done_.assign(groups_.size(), false);
 }
 
 int64_t Reducer::bytes() const {
@@ -117,9 +107,8 @@ int64_t Reducer::bytes() const {
   for (const at::Tensor& input : inputs_) {
     bytes += static_cast<int64_t>(input.nbytes());
   }
-  for (size_t group = 0; group < groups_.size(); ++group) {
-    bytes += static_cast<int64_t>(reduced_[group].nbytes());
-    bytes += outputs_[group].is_same(reduced_[group]) ? 0 : static_cast<int64_t>(outputs_[group].nbytes());
+  for (const at::Tensor& reduced : reduced_) {
+    bytes += static_cast<int64_t>(reduced.nbytes());
   }
   return bytes;
 }

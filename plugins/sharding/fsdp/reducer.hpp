@@ -59,9 +59,7 @@ class Reducer {
   Options options_;
   std::vector<at::Tensor> inputs_;       // the ring, each as large as the largest group
   int64_t next_input_ = 0;
-  std::vector<at::Tensor> outputs_;      // [part] in the type of the wire; the same as reduced_ when that is float32
-  std::vector<at::Tensor> reduced_;
-  std::vector<bool> is_done_;
+  std::vector<at::Tensor> reduced_;      // [part], float32 whatever the wire's type: the collective adds in it
   std::deque<InFlight> in_flight_;       // oldest first
   std::deque<InFlight> given_up_;
 };

@@ -38,7 +38,8 @@ class Comm {
   /// whole [W * n] <- part [n] of every rank, in rank order. `part` may be the rank's own place in `whole`. Contiguous, any dtype.
   virtual std::unique_ptr<CommWork> all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label,
                                                Channel channel = Channel::main) = 0;
-  /// part [n] <- sum over ranks of their whole [W * n] at this rank's place. float32 or bfloat16; on the CPU the sum is taken in rank order in float32.
+  /// part [n] <- sum over ranks of their whole [W * n] at this rank's place. float32 or bfloat16; a float32 part of a bfloat16 whole gets the sum as it is
+  /// formed. On the CPU, and where GPUs of one machine copy from each other, that is in rank order in float32; NCCL rounds sums to bfloat16 on its way.
   virtual std::unique_ptr<CommWork> reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label,
                                                    Channel channel = Channel::main) = 0;
   /// In place. float32, float64, bfloat16, int64. The same bits on every rank.
