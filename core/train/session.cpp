@@ -155,7 +155,7 @@ void reset_memory_peak(at::Device device) {
   }
 }
 
-std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks) {
+std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks, FlopCount* flops) {
   auto session = std::make_unique<Session>();
   const Plan& plan = *context.plan;
   const auto target_folder = plan.get<std::filesystem::path>("model.target_model_path");
@@ -212,7 +212,8 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
 
   std::vector<Unit*> units;
   for (size_t i = 0; i < session->description.units.size(); ++i) {
-    units.push_back(&session->algorithm->unit(static_cast<int64_t>(i)));
+    Unit& unit = session->algorithm->unit(static_cast<int64_t>(i));
+    units.push_back(flops != nullptr ? &flops->counted(unit) : &unit);
   }
   session->runner = std::make_unique<TapeRunner>(
       std::move(units), session->description.units, *session->sharding, *session->ops, session->placement,

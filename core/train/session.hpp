@@ -12,6 +12,7 @@
 #include "core/dist/comm_base.hpp"
 #include "core/train/engine.hpp"
 #include "core/train/loader.hpp"
+#include "core/train/model_flops.hpp"
 #include "core/train/optimizer.hpp"
 #include "core/train/plugin_calls.hpp"
 #include "core/train/tape.hpp"
@@ -76,8 +77,8 @@ std::unique_ptr<Ranks> meet_ranks(const EngineContext& context);
 std::string told_by_lead(const Session& session, const std::string& text, std::string_view label);
 
 /// Describes, builds and initialises the draft, loads the tables, binds the algorithm, and ends the run when an option had no effect in that.
-/// `ranks`: null for a verb of one process.
-std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks = nullptr);
+/// `ranks`: null for a verb of one process. `flops`: counts what the units compute, and outlives the session; may be null.
+std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks = nullptr, FlopCount* flops = nullptr);
 
 /// Opens features at `path` and checks them against what the algorithm reads and the plan's target.
 std::unique_ptr<FeatureStore> open_features(const Session& session, const std::filesystem::path& path, const std::string& key);

@@ -78,10 +78,9 @@ void wait_for(at::Device device) {
 /// Splits a window's time at its marks.
 class WindowClock {
  public:
-  WindowClock(Trainer& trainer, at::Device device) : device_(device) {
-    trainer.on_mark([this](StepMark mark) { marks_.emplace_back(mark, Moment(device_)); });
-  }
+  explicit WindowClock(at::Device device) : device_(device) {}
   void start() { marks_.clear(); }
+  void mark(StepMark mark) { marks_.emplace_back(mark, Moment(device_)); }
   /// Milliseconds by part: "forward", "backward", "reduce", "optimizer". After the device is done.
   std::map<std::string, double> parts() const {
     std::map<std::string, double> out;
@@ -101,7 +100,7 @@ class WindowClock {
   std::vector<std::pair<StepMark, Moment>> marks_;
 };
 
-/// TFLOP/s of one large product in the model's type: the ceiling that shares are taken of.
+/// TFLOP/s of one large product in the model's type, before anything is timed: the ceiling that shares are taken of.
 double product_ceiling(const Placement& placement) {
   const bool on_cpu = placement.device.is_cpu();
   const int64_t m = on_cpu ? 512 : 16384, k = on_cpu ? 512 : 4096, n = on_cpu ? 512 : 12288;
@@ -197,7 +196,8 @@ Json run_json(const Plan& plan, const Workload& workload, const BenchArguments& 
 class StepBench {
  public:
   StepBench(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks)
-      : arguments_(arguments), plan_(*context.plan), session_(open_session(context, &ranks)), shape_(window_shape_of(plan_, session_->rank_count())) {
+      : arguments_(arguments), plan_(*context.plan), session_(open_session(context, &ranks, &flops_)), shape_(window_shape_of(plan_, session_->rank_count())),
+        ceiling_(product_ceiling(session_->placement)) {
     const int64_t samples = arguments.samples > 0 ? arguments.samples : 2 * shape_.entries();
     workload_ = workload_of(plan_, arguments, samples);
     memory_built_ = memory_use(session_->placement.device).now;
@@ -210,7 +210,17 @@ class StepBench {
   }
 
   Json run(const EngineContext& context) {
-    WindowClock clock(*trainer_, session_->placement.device);
+    WindowClock clock(session_->placement.device);
+    bool is_counted = false;
+    trainer_->on_mark([&](StepMark mark) {
+      clock.mark(mark);
+      if (mark == StepMark::begin && !is_counted) {  // one forward pass, the first: no block has been recorded yet
+        flops_.start();
+        is_counted = true;
+      } else {
+        flops_.stop();
+      }
+    });
     for (int64_t i = 0; i < arguments_.warmup; ++i) {
       window();
     }
@@ -285,8 +295,13 @@ class StepBench {
         log_warn("the driver gave no record of a window: host reads are not counted");
       }
     }
-    const double ceiling = product_ceiling(session_->placement);
-    json.set("product_ceiling_tflops", ceiling);
+    json.set("product_ceiling_tflops", ceiling_);
+    // Of a window on this rank. All micro-steps have the shapes of the one that was counted, but for the lengths of samples and blocks.
+    const ModelFlops flops = flops_.read();
+    const double micro_steps = static_cast<double>(shape_.accumulation_steps), in_a_second = flops.all() * micro_steps / step.median * 1e-9;
+    Json model = Json::object();
+    model.set("products", flops.products * micro_steps).set("head", flops.head * micro_steps).set("attention", flops.attention * micro_steps);
+    json.set("model_flop", std::move(model)).set("model_tflops", in_a_second).set("share_of_product_ceiling", in_a_second / ceiling_);
     return json;
   }
 
@@ -322,8 +337,10 @@ class StepBench {
 
   const BenchArguments& arguments_;
   const Plan& plan_;
+  FlopCount flops_;
   std::unique_ptr<Session> session_;
   WindowShape shape_;
+  double ceiling_ = 0;
   Workload workload_;
   std::unique_ptr<BatchFields> fields_;
   std::vector<Window> windows_;

@@ -35,6 +35,20 @@ def main():
         assert abs(step["samples_per_second"] - 4e3 / spread["median"]) < 1e-6 * step["samples_per_second"], step
         assert 1 < step["loss"] < 20 and step["grad_norm"] > 0, step
         assert step["options"]["training.batch_size"] == "4" and step["plugins"]["single"], step
+        # What a window computes by the formulas, and what part of a product's pace that is.
+        flop = step["model_flop"]
+        assert set(flop) == {"products", "head", "attention"} and all(value > 0 for value in flop.values()), flop
+        assert abs(step["model_tflops"] - sum(flop.values()) / spread["median"] * 1e-9) < 1e-6 * step["model_tflops"], step
+        assert abs(step["share_of_product_ceiling"] - step["model_tflops"] / step["product_ceiling_tflops"]) < 1e-6 and step["share_of_product_ceiling"] < 1.2, step
+        # Hidden 64 and 128 inside, 4 heads of 16 for 2, vocabulary 320, one layer; 4 samples of 128 tokens, 8 blocks of 4 each, of which 3 rows have a label.
+        rows, context, h, inner, query, key = 4 * 8 * 4, 4 * 128, 64, 128, 64, 32
+        products = 4 * context * 3 * h * h                                                      # of features, which want no gradient
+        products += 6 * (rows * (2 * h * query + 3 * h * inner) + 2 * (rows + context) * h * key)
+        products += 6 * (2 * rows * h * 16 + 4 * 8 * 3 * h * 8)                               # two convolutions' coefficients, the selector
+        assert flop["products"] == products, (flop, products)
+        assert flop["head"] == 4 * 4 * 8 * 3 * h * 320, flop
+        pairs = flop["attention"] / (12 * query)
+        assert rows * 4 < pairs < rows * (128 + 4), pairs
         assert not (folder / "runs").exists(), "a step benchmark leaves no run behind"
 
         # The same data each time, other data for another mask.

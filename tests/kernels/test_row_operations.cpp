@@ -1,6 +1,7 @@
 #include <doctest/doctest.h>
 
 #include "core/kernels/ops.hpp"
+#include "core/kernels/slow_paths.hpp"
 #include "sf/error.hpp"
 #include "tests/kernels/finite_difference.hpp"
 
@@ -134,4 +135,21 @@ TEST_CASE("kernels: a wrong shape is an internal error that names both shapes") 
     CHECK(text.find("weight_h has shape [4]") != std::string::npos);
     CHECK(text.find("[3]") != std::string::npos);
   }
+}
+
+TEST_CASE("kernels: what a plan for a GPU says of shapes: heads of 80, 96 and 256 and float32 have no attention kernel, any group of heads and any block have") {
+  for (const int64_t size : {80, 96, 256, 32}) {
+    REQUIRE(sf::slow_attention(/*is_bfloat16=*/true, size) != nullptr);
+    CHECK(std::string(sf::slow_attention(true, size)) == "its kernel takes bfloat16 and head sizes of 64 and 128");
+  }
+  CHECK(sf::slow_attention(false, 128) != nullptr);
+  CHECK(sf::slow_attention(true, 64) == nullptr);
+  CHECK(sf::slow_attention(true, 128) == nullptr);
+  CHECK(sf::slow_head_norm_rope(80, 40) == nullptr);
+  CHECK(sf::slow_head_norm_rope(264, 132) != nullptr);
+  CHECK(sf::slow_grouped_convolution(2, 16) == nullptr);
+  CHECK(sf::slow_grouped_convolution(5, 16) != nullptr);
+  CHECK(sf::slow_grouped_convolution(2, 24) != nullptr);
+  CHECK(sf::slow_head_objective(32) == nullptr);
+  CHECK(sf::slow_head_objective(33) != nullptr);
 }

@@ -58,17 +58,18 @@ double gib(double bytes) { return bytes / (1024.0 * 1024.0 * 1024.0); }
 std::string table(const std::vector<Json>& results) {
   std::string out =
       "| label | step ms (range) | against first | samples/s | tokens/s | forward / backward / reduce / optimizer ms | peak GiB | planned GiB | "
-      "at rest GiB | host reads | data wait ms |\n|---|---|---|---|---|---|---|---|---|---|---|\n";
+      "at rest GiB | host reads | data wait ms | model TFLOP/s (of the ceiling) |\n|---|---|---|---|---|---|---|---|---|---|---|---|\n";
   for (const Json& result : results) {
-    const double step = number_at(result, {"step_ms", "median"});
-    out += format("| {} | {} ({} to {}) | {} | {} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} |\n", result.at("label").as_string(),
+    const double step = number_at(result, {"step_ms", "median"}), share = number_at(result, {"share_of_product_ceiling"});
+    out += format("| {} | {} ({} to {}) | {} | {} | {} | {} / {} / {} / {} | {} | {} | {} | {} | {} | {} |\n", result.at("label").as_string(),
                   format_fixed(step, 1), format_fixed(number_at(result, {"step_ms", "min"}), 1),
                   format_fixed(number_at(result, {"step_ms", "max"}), 1), percent(step, number_at(results.front(), {"step_ms", "median"})),
                   cell(number_at(result, {"samples_per_second"}), 2), cell(number_at(result, {"tokens_per_second"}), 0),
                   cell(number_at(result, {"split_ms", "forward"}), 1), cell(number_at(result, {"split_ms", "backward"}), 1),
                   cell(number_at(result, {"split_ms", "reduce"}), 1), cell(number_at(result, {"split_ms", "optimizer"}), 1),
                   cell(gib(number_at(result, {"memory_bytes", "peak"})), 2), cell(gib(number_at(result, {"memory_bytes", "planned"})), 2), cell(gib(number_at(result, {"memory_bytes", "at_rest"})), 2),
-                  cell(number_at(result, {"host_reads_per_step"}), 0), cell(number_at(result, {"data_wait_ms", "median"}), 1));
+                  cell(number_at(result, {"host_reads_per_step"}), 0), cell(number_at(result, {"data_wait_ms", "median"}), 1),
+                  share > 0 ? format("{} ({} %)", format_fixed(number_at(result, {"model_tflops"}), 1), format_fixed(100 * share, 0)) : "-");
   }
   return out;
 }
