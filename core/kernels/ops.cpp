@@ -2,6 +2,7 @@
 
 #include "core/kernels/block_attention.hpp"
 #include "core/kernels/distill_head.hpp"
+#include "core/kernels/float8.hpp"
 #include "core/kernels/grouped_convolution.hpp"
 #include "core/kernels/head_norm_rope.hpp"
 #include "core/kernels/head_objective.hpp"
@@ -48,6 +49,11 @@ class AtenOps final : public Ops {
   DistillResult distill_head(const DistillHead& distill) override { return sf::distill_head(distill); }
 
   at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) override { return sf::lookup(table_vx, ids); }
+
+  at::Tensor float8_amax(const at::Tensor& x) override { return sf::float8_amax(x); }
+  Float8Matrix float8_encode(const Float8Encode& encode) override { return sf::float8_encode(encode); }
+  void float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) override { sf::float8_transpose(values_rc, into_cr); }
+  at::Tensor float8_product(const Float8Product& product) override { return sf::float8_product(product); }
 };
 
 }  // namespace

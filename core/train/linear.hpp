@@ -6,19 +6,17 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <vector>
+
+#include "sf/transform.hpp"
+
 namespace sf {
 
-/// Where a parameter's gradient of the window is summed. `buffer` is allocated once; `touched` says that the window has added to it.
-struct GradientSink {
-  at::Tensor buffer;
-  bool touched = false;
-  bool ever_touched = false;
+/// x @ weight^T + bias for products that read the same x, as one node: x's gradient is one sum (beta = 1), not a tensor for each product. x [..., i],
+/// weight [o, i], bias [o] or undefined -> [..., o] each. Sinks may be null (a frozen parameter). While gradients are recorded the sinks must outlive the graph.
+std::vector<at::Tensor> linears(const std::vector<LinearProduct>& products, const at::Tensor& x);
 
-  void touch() { touched = ever_touched = true; }
-};
-
-/// x @ weight^T + bias. x [..., i], weight [o, i], bias [o] or undefined -> [..., o].
-/// Sinks may be null (a frozen parameter). While gradients are recorded the sinks must outlive the graph.
+/// One of them.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_oi, const at::Tensor& bias_o, GradientSink* weight_sink,
                   GradientSink* bias_sink);
 

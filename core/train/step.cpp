@@ -2,7 +2,11 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <limits>
+
 #include "core/base/error.hpp"
+#include "core/base/text.hpp"
 
 namespace sf {
 
@@ -68,7 +72,16 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
     mark(StepMark::backward_done);
   }
   const std::vector<at::Tensor> gradients = sharding_.end_window();
-  const at::Tensor norm = sharding_.gradient_norm(gradients);
+  at::Tensor norm = sharding_.gradient_norm(gradients);
+  Transforms* transforms = runner_.transforms();
+  at::Tensor alarms = transforms != nullptr ? transforms->alarms() : at::Tensor();
+  if (alarms.defined()) {
+    alarms = alarms.to(at::kDouble);
+    if (placement_.comm != nullptr) {
+      placement_.comm->all_reduce(alarms, Reduction::max, "alarms")->wait();
+    }
+    norm = at::where(alarms.any(), at::full({}, std::numeric_limits<float>::quiet_NaN(), norm.options()), norm);  // then there is no update
+  }
   mark(StepMark::gradients_reduced);
   const at::Tensor total = pooled_a.sum().to(at::kFloat);
   if (around.before_update) {
@@ -81,8 +94,16 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   }
 
   // The one host read of the window.
-  const at::Tensor read = at::cat({at::stack({runner_.loss_sum().to(at::kDouble), norm.to(at::kDouble), total.to(at::kDouble), updated.to(at::kDouble)}), counts}).cpu();
+  const at::Tensor read = at::cat({at::stack({runner_.loss_sum().to(at::kDouble), norm.to(at::kDouble), total.to(at::kDouble), updated.to(at::kDouble)}), counts,
+                                   alarms.defined() ? alarms : at::empty({0}, counts.options())})
+                              .cpu();
   const double* values = read.const_data_ptr<double>();
+  const std::vector<double> flags(values + 4 + counts.numel(), values + read.numel());
+  if (std::any_of(flags.begin(), flags.end(), [](double flag) { return flag != 0; })) {
+    throw Error(ExitCode::kInternal, format("window {}: {}", step.update + 1, transforms->alarm_text(flags)),
+                "the update was not made; lower training.learning_rate, look at the samples with sf-host doctor, or train without backend.transforms from the last "
+                "checkpoint");
+  }
   return {.loss = values[0],
           .gradient_norm = values[1],
           .denominator = values[2],

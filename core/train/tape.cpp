@@ -51,6 +51,7 @@ struct TapeRunner::UnitState {
   int64_t index = 0;
   bool recompute = false;
   bool captured = false;
+  bool is_encoded = false;               // in this window, by the transforms
   std::map<std::string, int64_t, std::less<>> by_name;
   std::vector<at::Tensor> leaves;        // whole parameters; trainable ones require grad
   std::vector<GradientSink> sinks;       // buffer undefined for frozen ones
@@ -59,18 +60,48 @@ struct TapeRunner::UnitState {
 // What a unit sees while its forward runs.
 class TapeRunner::Context final : public UnitContext {
  public:
-  Context(UnitState& unit, Ops& ops, Phase phase) : unit_(unit), ops_(ops), phase_(phase) {}
+  Context(UnitState& unit, Ops& ops, Phase phase, const Transforms* transforms) : unit_(unit), ops_(ops), phase_(phase), transforms_(transforms) {}
 
   const at::Tensor& parameter(std::string_view name) override { return unit_.leaves[place(name)]; }
 
-  at::Tensor linear(std::string_view name, const at::Tensor& x) override {
-    const std::string base(name);
-    const int64_t weight = place(base + ".weight");
-    const auto bias = unit_.by_name.find(base + ".bias");
-    if (bias == unit_.by_name.end()) {
-      return sf::linear(x, unit_.leaves[weight], at::Tensor(), sink(weight), nullptr);
+  at::Tensor linear(std::string_view name, const at::Tensor& x) override { return linears({name}, x).front(); }
+
+  // Products of one call that the same hand computes go together.
+  std::vector<at::Tensor> linears(std::initializer_list<std::string_view> names, const at::Tensor& x) override {
+    struct Share {
+      Transform* transform;   // null: the tape's own
+      std::vector<LinearProduct> products;
+      std::vector<size_t> at;
+    };
+    std::vector<Share> shares;
+    size_t count = 0;
+    for (const std::string_view name : names) {
+      const std::string base(name);
+      const int64_t weight = place(base + ".weight");
+      const auto bias = unit_.by_name.find(base + ".bias");
+      const bool has_bias = bias != unit_.by_name.end();
+      const Transforms::Place* taken = transforms_ == nullptr || phase_ == Phase::evaluate ? nullptr : transforms_->find(unit_.index, name);
+      Transform* transform = taken == nullptr ? nullptr : taken->transform;
+      auto share = std::find_if(shares.begin(), shares.end(), [&](const Share& other) { return other.transform == transform; });
+      if (share == shares.end()) {
+        share = shares.insert(shares.end(), {transform, {}, {}});
+      }
+      share->products.push_back({.linear = taken == nullptr ? 0 : taken->linear,
+                                 .weight_oi = unit_.leaves[weight],
+                                 .bias_o = has_bias ? unit_.leaves[bias->second] : at::Tensor(),
+                                 .weight_sink = sink(weight),
+                                 .bias_sink = has_bias ? sink(bias->second) : nullptr});
+      share->at.push_back(count++);
     }
-    return sf::linear(x, unit_.leaves[weight], unit_.leaves[bias->second], sink(weight), sink(bias->second));
+    std::vector<at::Tensor> results(count);
+    for (const Share& share : shares) {
+      const std::vector<at::Tensor> made = share.transform != nullptr ? share.transform->linears(share.products, x) : sf::linears(share.products, x);
+      SF_CHECK(made.size() == share.products.size(), "unit '{}' got {} products of {}", unit_.spec->name, made.size(), share.products.size());
+      for (size_t i = 0; i < made.size(); ++i) {
+        results[share.at[i]] = made[i];
+      }
+    }
+    return results;
   }
 
   at::Tensor gradient_buffer(std::string_view name) override {
@@ -98,6 +129,7 @@ class TapeRunner::Context final : public UnitContext {
   UnitState& unit_;
   Ops& ops_;
   Phase phase_;
+  const Transforms* transforms_;
 };
 
 TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& specs, Sharding& sharding, Ops& ops,
@@ -145,12 +177,16 @@ TapeRunner::~TapeRunner() = default;
 void TapeRunner::begin_window(const at::Tensor& seed, const StepInfo& step) {
   SF_CHECK(tape_.empty(), "a window begins while a micro-step of the last one is open");
   for (auto& unit : units_) {
+    unit->is_encoded = false;
     for (GradientSink& sink : unit->sinks) {
       if (sink.touched) {
         sink.buffer.zero_();
         sink.touched = false;
       }
     }
+  }
+  if (options_.transforms != nullptr) {
+    options_.transforms->begin_window();
   }
   seed_ = seed.to(placement_.device, at::kFloat);
   step_ = step;
@@ -217,18 +253,32 @@ TapeValue TapeRunner::constant(const at::Tensor& tensor) {
   return TapeValue(std::move(node));
 }
 
-std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs) {
-  std::vector<int64_t> versions;
-  for (const at::Tensor& input : inputs) {
-    versions.push_back(static_cast<int64_t>(input._version()));
-  }
+void TapeRunner::take_leaves(UnitState& unit) {
   if (unit.leaves.empty()) {
     for (size_t p = 0; p < unit.spec->parameters.size(); ++p) {
       at::Tensor leaf = sharding_.whole(unit.index, static_cast<int64_t>(p)).detach();
       unit.leaves.push_back(leaf.requires_grad_(unit.spec->parameters[p].trainable));
     }
   }
-  Context context(unit, ops_, phase_);
+}
+
+// Once in a window, when the parameters are whole: before whatever records or replays a graph of the unit.
+void TapeRunner::encode_weights(UnitState& unit) {
+  if (options_.transforms != nullptr && !unit.is_encoded && options_.transforms->wants_weights(unit.index)) {
+    take_leaves(unit);
+    at::NoGradGuard no_grad;
+    options_.transforms->encode_weights(unit.index, unit.leaves);
+    unit.is_encoded = true;
+  }
+}
+
+std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs) {
+  std::vector<int64_t> versions;
+  for (const at::Tensor& input : inputs) {
+    versions.push_back(static_cast<int64_t>(input._version()));
+  }
+  take_leaves(unit);
+  Context context(unit, ops_, phase_, options_.transforms);
   std::vector<at::Tensor> outputs = unit.unit->forward(context, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     SF_CHECK(static_cast<int64_t>(inputs[i]._version()) == versions[i],
@@ -262,6 +312,9 @@ std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValu
   try {
     const int64_t left = uses_left(evaluating ? planned_evaluate_ : planned_forward_, index);
     sharding_.before_use(index, phase_, left);
+    if (!evaluating) {
+      encode_weights(unit);
+    }
     std::vector<at::Tensor> outputs;
     std::vector<bool> is_differentiable_output;
     if (!evaluating && unit.captured && !capture_->is_eager(captured_unit(unit, use_number), use.inputs)) {

@@ -14,6 +14,7 @@
 
 #include "core/train/capture.hpp"
 #include "core/train/linear.hpp"
+#include "core/train/transforms.hpp"
 #include "sf/backend.hpp"
 #include "sf/unit.hpp"
 
@@ -34,6 +35,7 @@ class TapeRunner final : public Runner {
     std::vector<std::string> recompute;  // names of units whose forward runs again in backward; a final * matches the rest of a name
     GraphRecorder* recorder = nullptr;   // of CUDA graphs for the blocks, which are the units outside the shard group "root"; null: all run eagerly. Outlives the runner
     BlockCapture::Options capture = {};
+    Transforms* transforms = nullptr;    // null: the tape computes all linears itself. Outlives the runner
   };
 
   /// `units[i]` implements `specs[i]`; `sharding` has been built from the same specs. All outlive the runner.
@@ -66,6 +68,7 @@ class TapeRunner final : public Runner {
   /// Units in the order of the last complete micro-step, and a hash of it; ranks must agree on it.
   const std::vector<int64_t>& order() const { return order_forward_; }
   uint64_t order_hash() const;
+  [[nodiscard]] Transforms* transforms() const { return options_.transforms; }
   /// Bytes of all gradient buffers.
   int64_t gradient_bytes() const;
   /// How many units are replayed as CUDA graphs, and what that took so far.
@@ -103,6 +106,8 @@ class TapeRunner final : public Runner {
     at::Tensor gradient;
   };
 
+  void take_leaves(UnitState& unit);
+  void encode_weights(UnitState& unit);
   std::vector<at::Tensor> forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs);
   std::vector<at::Tensor> differentiate(UnitState& unit, const std::vector<at::Tensor>& graph_outputs, const std::vector<at::Tensor>& output_gradients,
                                         const std::vector<at::Tensor>& wanted_inputs);

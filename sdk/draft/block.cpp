@@ -120,7 +120,8 @@ at::Tensor DraftBlock::transform(UnitContext& context, const at::Tensor& x_bqh) 
 
 at::Tensor DraftBlock::transform_rows(UnitContext& context, const at::Tensor& x_bqh) const {
   const auto mlp = [&](const at::Tensor& in) {
-    return context.linear("mlp.down_proj", context.ops().swiglu(context.linear("mlp.gate_proj", in), context.linear("mlp.up_proj", in)));
+    const std::vector<at::Tensor> gate_up = context.linears({"mlp.gate_proj", "mlp.up_proj"}, in);
+    return context.linear("mlp.down_proj", context.ops().swiglu(gate_up[0], gate_up[1]));
   };
   if (shape_.conv_taps == 0) {
     return mlp(x_bqh);
@@ -130,21 +131,21 @@ at::Tensor DraftBlock::transform_rows(UnitContext& context, const at::Tensor& x_
 }
 
 at::Tensor DraftBlock::attend(UnitContext& context, const at::Tensor& x_bqh, const std::vector<at::Tensor>& inputs) const {
-  const int64_t b = x_bqh.size(0), q = x_bqh.size(1), s = inputs[kContext].size(1);
+  const int64_t b = x_bqh.size(0), q = x_bqh.size(1);
   const at::Tensor& q_norm = context.parameter("self_attn.q_norm.weight");
   const at::Tensor& k_norm = context.parameter("self_attn.k_norm.weight");
-  const auto heads = [&](const char* name, const at::Tensor& in, int64_t rows, int64_t count) {
-    return context.linear(name, in).view({b, rows, count, shape_.head_dim});
+  const auto heads = [&](const at::Tensor& rows, int64_t count) { return rows.view({b, rows.size(1), count, shape_.head_dim}); };
+  const auto rotated = [&](const at::Tensor& rows, int64_t count, const at::Tensor& norm, size_t cos, size_t sin) {
+    return context.ops().head_norm_rope(heads(rows, count), norm, inputs[cos], inputs[sin], shape_.eps);
   };
+  const std::vector<at::Tensor> own = context.linears({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, x_bqh);
+  const std::vector<at::Tensor> seen = context.linears({"self_attn.k_proj", "self_attn.v_proj"}, inputs[kContext]);
   BlockAttention attention;
-  attention.query_bqne = context.ops().head_norm_rope(heads("self_attn.q_proj", x_bqh, q, shape_.heads), q_norm, inputs[kRowsCos],
-                                                      inputs[kRowsSin], shape_.eps);
-  attention.block_key_bqme = context.ops().head_norm_rope(heads("self_attn.k_proj", x_bqh, q, shape_.kv_heads), k_norm,
-                                                          inputs[kRowsCos], inputs[kRowsSin], shape_.eps);
-  attention.context_key_bsme = context.ops().head_norm_rope(heads("self_attn.k_proj", inputs[kContext], s, shape_.kv_heads), k_norm,
-                                                            inputs[kContextCos], inputs[kContextSin], shape_.eps);
-  attention.block_value_bqme = heads("self_attn.v_proj", x_bqh, q, shape_.kv_heads);
-  attention.context_value_bsme = heads("self_attn.v_proj", inputs[kContext], s, shape_.kv_heads);
+  attention.query_bqne = rotated(own[0], shape_.heads, q_norm, kRowsCos, kRowsSin);
+  attention.block_key_bqme = rotated(own[1], shape_.kv_heads, k_norm, kRowsCos, kRowsSin);
+  attention.context_key_bsme = rotated(seen[0], shape_.kv_heads, k_norm, kContextCos, kContextSin);
+  attention.block_value_bqme = heads(own[2], shape_.kv_heads);
+  attention.context_value_bsme = heads(seen[1], shape_.kv_heads);
   attention.anchors_bw = inputs[kAnchors];
   attention.keep_bw = inputs[kKeep];
   attention.block_size = shape_.block_size;

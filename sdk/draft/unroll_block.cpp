@@ -48,15 +48,16 @@ std::vector<at::Tensor> UnrollBlock::forward(UnitContext& context, const std::ve
   const at::Tensor x = at::cat({ops.rms_norm(inputs[kEmbeddings].narrow(1, use, s), context.parameter("input_layernorm.weight"), shape_.eps),
                                 ops.rms_norm(states, context.parameter("hidden_norm.weight"), shape_.eps)},
                                -1);
-  const auto heads = [&](const char* name, int64_t count) { return context.linear(name, x).view({b, s, count, shape_.head_dim}); };
+  const auto heads = [&](const at::Tensor& rows, int64_t count) { return rows.view({b, s, count, shape_.head_dim}); };
   const auto rotated = [&](const at::Tensor& rows) {
     return ops.head_norm_rope(rows, at::Tensor(), inputs[kUnrollCos], inputs[kUnrollSin], shape_.eps);
   };
-  const at::Tensor key = rotated(heads("self_attn.k_proj", shape_.kv_heads));
-  const at::Tensor value = heads("self_attn.v_proj", shape_.kv_heads);
+  const std::vector<at::Tensor> projected = context.linears({"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"}, x);
+  const at::Tensor key = rotated(heads(projected[1], shape_.kv_heads));
+  const at::Tensor value = heads(projected[2], shape_.kv_heads);
 
   UnrollAttention attention;
-  attention.query_bsne = rotated(heads("self_attn.q_proj", shape_.heads));
+  attention.query_bsne = rotated(heads(projected[0], shape_.heads));
   attention.scale = 1.0 / std::sqrt(static_cast<double>(shape_.head_dim));
   std::vector<at::Tensor> keys, values;
   for (size_t i = kUnrollHandedOn; i + 1 < inputs.size(); i += 2) {
@@ -73,7 +74,8 @@ std::vector<at::Tensor> UnrollBlock::forward(UnitContext& context, const std::ve
 
   const std::vector<at::Tensor> residual = ops.residual_rms_norm(attended, states, context.parameter("post_attention_layernorm.weight"), shape_.eps);
   const at::Tensor& in = residual[1];
-  const at::Tensor gated = ops.swiglu(context.linear("mlp.gate_proj", in), context.linear("mlp.up_proj", in));
+  const std::vector<at::Tensor> gate_up = context.linears({"mlp.gate_proj", "mlp.up_proj"}, in);
+  const at::Tensor gated = ops.swiglu(gate_up[0], gate_up[1]);
   return {at::add(residual[0], context.linear("mlp.down_proj", gated)), key, value};
 }
 

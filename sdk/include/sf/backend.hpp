@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "sf/comm.hpp"
+#include "sf/transform.hpp"
 #include "sf/unit.hpp"
 
 namespace sf {
@@ -60,6 +61,8 @@ struct Placement {
 
 class Sharding {
  public:
+  /// How some parameters travel, before build; outlives the backend. Only a backend that provides `gather-codec` is asked.
+  virtual void take_codec(GatherCodec& codec) { (void)codec; }
   /// Allocates every parameter; values come later, through shards().
   virtual void build(const std::vector<UnitSpec>& units, const Placement& placement) = 0;
   /// All shards, units and parameters in the order of build.

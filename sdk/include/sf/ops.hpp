@@ -6,7 +6,7 @@
 //
 // Shapes: b batch · s context tokens · w block slots · j tokens of a block · q = w*j draft rows · n query heads · m key/value heads ·
 //         e head size · h hidden · v vocabulary · r rows · k candidates · t taps, or a teacher's states in a chunk · g channel groups ·
-//         x columns of a table · m chunks of rows
+//         x columns of a table · m chunks of rows · c columns
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -122,6 +122,46 @@ struct DistillResult {
   at::Tensor argmax_r;      // int64, the head's best token, lowest among equals
 };
 
+enum class Float8Format { e4m3, e5m2 };    // largest magnitudes 448 and 57344
+enum class Float8Scaling { tensor, row };  // one scale for all, or one for each row and for each row of the transposed copy
+
+/// A factor of a float8 product: its rows are what is summed along.
+struct Float8Operand {
+  at::Tensor values_rk;         // kFloat8_e4m3fn or kFloat8_e5m2, row-major, k a multiple of 16
+  at::Tensor inverse_scale;     // float32, scalar or [r, 1]: number = value * inverse_scale
+};
+
+/// A matrix in float8, in one or both layouts.
+struct Float8Matrix {
+  at::Tensor values_rc;         // row-major; undefined when not asked for
+  at::Tensor values_cr;         // the transposed copy [c, r rounded up to 16], zero behind r; undefined when not asked for
+  at::Tensor inverse_scale;     // float32, scalar or [r, 1]
+  at::Tensor inverse_scale_c;   // row-wise: [c, 1], of values_cr; tensor-wise: the same scalar
+
+  [[nodiscard]] Float8Operand rows() const { return {values_rc, inverse_scale}; }
+  [[nodiscard]] Float8Operand columns() const { return {values_cr, inverse_scale_c}; }
+};
+
+/// value = round(clamp(x * scale)), scale = largest magnitude of the format / max(amax, 1e-12). Where amax is not finite all values of it are NaN.
+struct Float8Encode {
+  at::Tensor x_rc;              // float32 or bfloat16
+  Float8Format format = Float8Format::e4m3;
+  Float8Scaling scaling = Float8Scaling::tensor;
+  at::Tensor amax;              // tensor-wise: largest magnitude, float32 scalar; undefined: found with float8_amax. Row-wise: unused
+  bool rows = true, columns = false;  // which layouts
+  at::Tensor alarm;             // undefined, or a float32 element that is set to 1 when an amax is not finite
+  Float8Matrix into;            // tensors that are written instead of new ones, where defined
+};
+
+/// a @ b^T, summed in float32.
+struct Float8Product {
+  Float8Operand a_rk, b_ck;     // not both e5m2
+  at::ScalarType type = at::kBFloat16;  // of the result: bfloat16 or float32
+  at::Tensor add_to_rc;         // defined: the product is added to it (beta = 1), rounded once, and it is the result
+  bool fast_accumulation = false;
+  bool emulate = false;         // factors as bfloat16, which holds every float8 number exactly: runs on every device, slowly
+};
+
 /// Turns a chunk into the sum of its loss contributions, float32, seed included: a scalar. Called once per chunk, in row order.
 using RowLoss = std::function<at::Tensor(const HeadRows&)>;
 
@@ -169,6 +209,19 @@ class Ops {
 
   /// table_vx[ids] whose gradient sorts by id and adds segment by segment: the same bits every run.
   virtual at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) = 0;
+
+  // Pieces of float8 products; none is differentiable.
+
+  /// max |x|, float32 scalar; NaN and Inf come through, 0 for an empty one.
+  virtual at::Tensor float8_amax(const at::Tensor& x) = 0;
+
+  /// Reads x once and writes the layouts that are asked for.
+  virtual Float8Matrix float8_encode(const Float8Encode&) = 0;
+
+  /// The transposed copy of values that are encoded: [c, r rounded up to 16] from [r, c], written to `into_cr`.
+  virtual void float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) = 0;
+
+  virtual at::Tensor float8_product(const Float8Product&) = 0;
 
  protected:
   ~Ops() = default;  // owned by the host

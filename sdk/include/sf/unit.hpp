@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -50,6 +51,14 @@ class UnitContext {
   virtual const at::Tensor& parameter(std::string_view name) = 0;
   /// x @ W^T (+ bias when the unit has NAME.bias). x [..., in] -> [..., out]. Its weight gradient goes straight into the gradient buffer.
   virtual at::Tensor linear(std::string_view name, const at::Tensor& x) = 0;
+  /// Several products that read the same x, in the order of the names: x is prepared once and its gradient is one sum.
+  virtual std::vector<at::Tensor> linears(std::initializer_list<std::string_view> names, const at::Tensor& x) {
+    std::vector<at::Tensor> products;
+    for (const std::string_view name : names) {
+      products.push_back(linear(name, x));
+    }
+    return products;
+  }
   /// Where an operation that forms a parameter's gradient in its forward pass adds it (Ops::distill_head); then nothing of it may go through autograd.
   /// Undefined while nothing is recorded and for a frozen parameter. Once a forward.
   virtual at::Tensor gradient_buffer(std::string_view name) = 0;
