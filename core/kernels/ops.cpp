@@ -7,6 +7,7 @@
 #include "core/kernels/head_norm_rope.hpp"
 #include "core/kernels/head_objective.hpp"
 #include "core/kernels/lookup.hpp"
+#include "core/kernels/products.hpp"
 #include "core/kernels/rms_norm.hpp"
 #include "core/kernels/swiglu.hpp"
 #include "core/kernels/unroll_attention.hpp"
@@ -54,6 +55,7 @@ class AtenOps final : public Ops {
   Float8Matrix float8_encode(const Float8Encode& encode) override { return sf::float8_encode(encode); }
   void float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) override { sf::float8_transpose(values_rc, into_cr); }
   at::Tensor float8_product(const Float8Product& product) override { return sf::float8_product(product); }
+  void add_weight_gradient(const at::Tensor& sum_oi, const at::Tensor& a_ro, const at::Tensor& b_ri) override { sf::add_weight_gradient(sum_oi, a_ro, b_ri); }
 };
 
 }  // namespace

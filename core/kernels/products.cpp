@@ -23,7 +23,7 @@ at::Tensor wide_bmm(const at::Tensor& a, const at::Tensor& b, at::ScalarType fac
   return at::bmm(a.to(factor), b.to(factor), at::kFloat);
 }
 
-void add_weight_gradient(at::Tensor& buffer_oi, const at::Tensor& grad_ro, const at::Tensor& x_ri) {
+void add_weight_gradient(const at::Tensor& buffer_oi, const at::Tensor& grad_ro, const at::Tensor& x_ri) {
   if (buffer_oi.scalar_type() == grad_ro.scalar_type()) {
     buffer_oi.addmm_(grad_ro.t(), x_ri);
   } else if (has_kernels({grad_ro, x_ri}) && grad_ro.scalar_type() == at::kBFloat16 && buffer_oi.scalar_type() == at::kFloat &&

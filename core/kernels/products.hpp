@@ -12,6 +12,6 @@ namespace sf {
 [[nodiscard]] at::Tensor wide_bmm(const at::Tensor& a, const at::Tensor& b, at::ScalarType factor);
 
 /// buffer += grad^T x, as one product when the types agree, and on a GPU when a bfloat16 product is summed in float32. grad [r, o], x [r, i], buffer [o, i].
-void add_weight_gradient(at::Tensor& buffer_oi, const at::Tensor& grad_ro, const at::Tensor& x_ri);
+void add_weight_gradient(const at::Tensor& buffer_oi, const at::Tensor& grad_ro, const at::Tensor& x_ri);
 
 }  // namespace sf

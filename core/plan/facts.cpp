@@ -83,6 +83,9 @@ Facts machine_facts(const Machine& machine, const std::string& device, const std
   out["fact.world_size"] = ranks;
   out["fact.shard_degree"] = ranks;
   out["fact.device.kind"] = device;
+  if (device != "cuda") {
+    out["fact.device.sm"] = 0;   // of a GPU the engine asks the driver
+  }
   out["fact.device.count"] = device == "cuda" ? machine.gpus : 1;
   out["fact.processors"] = machine.processors;
   if (!torch_variant.empty()) {

@@ -20,7 +20,7 @@ struct Machine {
 [[nodiscard]] Machine this_machine();
 
 /// fact.world_size, fact.shard_degree, fact.device.kind ("cpu" or "cuda"), fact.device.count,
-/// fact.processors, fact.torch.version.
+/// fact.device.sm (0 on a CPU; left out for a GPU, which only the engine opens), fact.processors, fact.torch.version.
 [[nodiscard]] Facts machine_facts(const Machine& machine, const std::string& device,
                                   const std::string& torch_variant, std::int64_t ranks = 1);
 

@@ -37,7 +37,8 @@ struct Plan {
   std::map<std::string, Value> facts;  // "fact.world_size", "model.hidden_size": what is known here
   PlanRanks ranks;
   std::vector<PlanPlugin> stack;       // algorithm, transforms in order, sharding, checkpoint, trackers
-  std::vector<std::string> undecided;  // "fp8/device: needs fact.device.sm"
+  std::vector<std::string> undecided;  // "F9: needs fact.device.sm"
+  std::vector<Rule> device_rules;      // the same: the engine decides them once it has the device
   Diagnostics warnings;
   std::vector<std::string> unsafe_paths;  // folders accepted by --allow-unsafe-path
 

@@ -212,7 +212,13 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
   if (values_are_whole) {  // with a value missing its rules would speak about what isn't there
     check_rules(host_manifest().rules, input, problems, plan.undecided);
     for (const Manifest& manifest : manifests) {
-      check_rules(manifest.rules, input, problems, plan.undecided);
+      for (const Rule& rule : manifest.rules) {
+        const std::size_t before = plan.undecided.size();
+        check_rules({rule}, input, problems, plan.undecided);
+        if (plan.undecided.size() > before && plan.undecided.back() == rule.id + ": needs fact.device.sm") {
+          plan.device_rules.push_back(rule);
+        }
+      }
     }
   }
   check_capabilities(manifests, problems);

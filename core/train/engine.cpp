@@ -37,7 +37,12 @@ class EngineLibrary final : public Engine {
  public:
   const void* service(std::string_view id) override { return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : nullptr; }
   std::vector<SizeLine> sizes(const EngineContext& context) override {
-    return guarded(context, [&] { return plan_sizes(*context.plan, algorithm_of(context).describe(model_facts(*context.plan)), &sharding_of(context)); });
+    return guarded(context, [&] {
+      const Description description = algorithm_of(context).describe(model_facts(*context.plan));
+      std::vector<std::unique_ptr<NamedTransform>> calls;
+      const auto transforms = transforms_of(context, description.units, calls);
+      return plan_sizes(*context.plan, description, &sharding_of(context), transforms.get());
+    });
   }
   std::vector<std::string> slow_paths(const EngineContext& context) override {
     return guarded(context, [&] { return sf::slow_paths(*context.plan, algorithm_of(context).describe(model_facts(*context.plan))); });

@@ -519,7 +519,7 @@ class TrainingRun {
   }
 
   void report_memory() const {
-    const int64_t planned = plan_sizes(plan_, session_->description, session_->sharding).back().bytes;
+    const int64_t planned = plan_sizes(plan_, session_->description, session_->sharding, session_->transforms.get()).back().bytes;
     log_info("memory after the first update: {} planned, {} seen at most", human_bytes(static_cast<uint64_t>(planned)),
              human_bytes(static_cast<uint64_t>(memory_use(session_->placement.device).peak + session_->runner->capture_counts().bytes)));
   }

@@ -68,7 +68,7 @@ BlockColumns block_columns(const Description& description, const std::vector<std
 
 }  // namespace
 
-std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding) {
+std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding, const Transforms* transforms) {
   const ModelFacts facts = model_facts(plan);
   const int64_t element = facts.bfloat16 ? 2 : 4;
   const int64_t gradient_element = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? 2 : 4;
@@ -145,6 +145,12 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
   if (held.buffers > 0) {
     lines.insert(lines.begin() + (held.whole > 0 ? 2 : 1), {"communication buffers", held.buffers, "gathers, reductions, this rank's gradients"});
   }
+  if (transforms != nullptr) {
+    for (const Transforms::Member& member : transforms->members()) {
+      const TransformMemory kept = member.transform->memory();
+      lines.push_back({"weights of " + member.name, kept.weights, kept.detail + ": " + join(transforms->taken_text(member), "; ")});
+    }
+  }
   const StagingSize staging = staging_size(plan, held.weights + held.trainable_elements * (facts.bfloat16 ? 12 : 8));
   const bool is_host_apart = plan.get<std::string>("device") == "cuda";
   if (!is_host_apart) {
@@ -166,9 +172,10 @@ namespace {
 std::string gibibytes(int64_t bytes) { return human_bytes(static_cast<uint64_t>(std::max<int64_t>(0, bytes))); }
 
 // One thing changed at a time, to the largest value that fits.
-std::vector<std::string> what_would_fit(const Plan& plan, const Description& description, const Sharding* sharding, int64_t available) {
+std::vector<std::string> what_would_fit(const Plan& plan, const Description& description, const Sharding* sharding, const Transforms* transforms,
+                                         int64_t available) {
   std::vector<std::string> fits;
-  const auto needed = [&](const Plan& other, const Description& described) { return plan_sizes(other, described, sharding).back().bytes; };
+  const auto needed = [&](const Plan& other, const Description& described) { return plan_sizes(other, described, sharding, transforms).back().bytes; };
   const auto offer = [&](const std::string& what, int64_t bytes) { fits.push_back(format("{} ({})", what, gibibytes(bytes))); };
   const auto with = [&](const char* key, Value value) {
     Plan other = plan;
@@ -257,12 +264,12 @@ AvailableMemory available_memory(at::Device device) {
   return {.bytes = bytes, .what = format("{} are available on this machine", gibibytes(bytes))};
 }
 
-void require_memory(const Plan& plan, const Description& description, const Sharding* sharding, const AvailableMemory& available, int64_t processes) {
+void require_memory(const Plan& plan, const Description& description, const Sharding* sharding, const Transforms* transforms, const AvailableMemory& available, int64_t processes) {
   if (available.bytes < 0) {
     return;  // nobody can say
   }
   const int64_t each = available.bytes / std::max<int64_t>(1, processes);
-  const int64_t needed = plan_sizes(plan, description, sharding).back().bytes;
+  const int64_t needed = plan_sizes(plan, description, sharding, transforms).back().bytes;
   if (needed <= each) {
     return;
   }
@@ -272,7 +279,7 @@ void require_memory(const Plan& plan, const Description& description, const Shar
     log_warn("{}: it may run out of memory", what);
     return;
   }
-  const std::vector<std::string> fits = what_would_fit(plan, description, sharding, each);
+  const std::vector<std::string> fits = what_would_fit(plan, description, sharding, transforms, each);
   throw Error(ExitCode::kDevice, what,
               fits.empty() ? "nothing smaller of batch, anchors or length makes room: sf-host plan shows what takes it; a smaller draft, or fsdp2 over more GPUs"
                            : "any one of these would fit: " + join(fits, "; "));

@@ -40,6 +40,19 @@ double NamedAlgorithm::weigh(const Batch& batch) const { return named(name_, "we
 void NamedAlgorithm::micro_step(Runner& runner, const Batch& batch) { named(name_, "micro_step", [&] { plugin_.micro_step(runner, batch); }); }
 ExportSpec NamedAlgorithm::export_spec() const { return named(name_, "export_spec", [&] { return plugin_.export_spec(); }); }
 
+std::vector<bool> NamedTransform::take_over(const std::vector<LinearSpec>& linears) { return named(name_, "take_over", [&] { return plugin_.take_over(linears); }); }
+TransformMemory NamedTransform::memory() const { return named(name_, "memory", [&] { return plugin_.memory(); }); }
+void NamedTransform::build(at::Device device, at::ScalarType dtype, Ops& ops) { named(name_, "build", [&] { plugin_.build(device, dtype, ops); }); }
+GatherCodec* NamedTransform::codec() { return named(name_, "codec", [&] { return plugin_.codec(); }); }
+void NamedTransform::begin_window() { named(name_, "begin_window", [&] { plugin_.begin_window(); }); }
+void NamedTransform::encode_weights(int64_t unit, const std::vector<at::Tensor>& whole) { named(name_, "encode_weights", [&] { plugin_.encode_weights(unit, whole); }); }
+std::vector<at::Tensor> NamedTransform::linears(const std::vector<LinearProduct>& products, const at::Tensor& x) {
+  return named(name_, "linears", [&] { return plugin_.linears(products, x); });
+}
+at::Tensor NamedTransform::alarms() { return named(name_, "alarms", [&] { return plugin_.alarms(); }); }
+std::string NamedTransform::alarm_text(const std::vector<double>& flags) const { return named(name_, "alarm_text", [&] { return plugin_.alarm_text(flags); }); }
+
+void NamedSharding::take_codec(GatherCodec& codec) { named(name_, "take_codec", [&] { plugin_.take_codec(codec); }); }
 void NamedSharding::build(const std::vector<UnitSpec>& units, const Placement& placement) { named(name_, "build", [&] { plugin_.build(units, placement); }); }
 std::vector<Shard>& NamedSharding::shards() { return plugin_.shards(); }
 void NamedSharding::take_tables(const std::vector<at::Tensor>& tables) { named(name_, "take_tables", [&] { plugin_.take_tables(tables); }); }

@@ -9,6 +9,7 @@
 
 #include "sf/algorithm.hpp"
 #include "sf/backend.hpp"
+#include "sf/transform.hpp"
 
 namespace sf {
 
@@ -34,9 +35,31 @@ class NamedAlgorithm final : public Algorithm {
   std::string name_;
 };
 
+class NamedTransform final : public Transform {
+ public:
+  NamedTransform(Transform& plugin, std::string name) : plugin_(plugin), name_(std::move(name)) {}
+
+  [[nodiscard]] const std::string& name() const { return name_; }
+  std::vector<bool> take_over(const std::vector<LinearSpec>& linears) override;
+  TransformMemory memory() const override;
+  void build(at::Device device, at::ScalarType dtype, Ops& ops) override;
+  GatherCodec* codec() override;
+  void begin_window() override;
+  void encode_weights(int64_t unit, const std::vector<at::Tensor>& whole) override;
+  std::vector<at::Tensor> linears(const std::vector<LinearProduct>& products, const at::Tensor& x) override;
+  at::Tensor alarms() override;
+  std::string alarm_text(const std::vector<double>& flags) const override;
+
+ private:
+  Transform& plugin_;
+  std::string name_;
+};
+
 class NamedSharding final : public Sharding {
  public:
   NamedSharding(Sharding& plugin, std::string name) : plugin_(plugin), name_(std::move(name)) {}
+
+  void take_codec(GatherCodec& codec) override;
 
   void build(const std::vector<UnitSpec>& units, const Placement& placement) override;
   std::vector<Shard>& shards() override;

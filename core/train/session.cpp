@@ -7,11 +7,13 @@
 #include <dlfcn.h>
 
 #include <fstream>
+#include <set>
 #include <sstream>
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
 #include "core/base/log.hpp"
+#include "core/base/text.hpp"
 #include "core/data/target_config.hpp"
 #include "core/data/tokenizer_facts.hpp"
 #include "core/data/weight_folder.hpp"
@@ -20,6 +22,7 @@
 #include "core/model/target_tables.hpp"
 #include "core/model/tensor_view.hpp"
 #include "core/plan/plan.hpp"
+#include "core/recipe/rules.hpp"
 #include "core/train/initialize.hpp"
 #include "core/train/ranks.hpp"
 #include "core/train/verbs.hpp"
@@ -67,6 +70,30 @@ void copy_target_embedding(Session& session) {
   }
 }
 
+// Rules that waited for the device: with its capability known they are decided.
+void check_device_rules(const Plan& plan, at::Device device) {
+  if (plan.device_rules.empty()) {
+    return;
+  }
+  auto facts = plan.facts;
+  facts["fact.device.sm"] = compute_capability(device);
+  std::set<std::string> provided, names;
+  for (const PlanPlugin& plugin : plan.stack) {
+    provided.insert(plugin.provides.begin(), plugin.provides.end());
+    names.insert(plugin.name);
+  }
+  Diagnostics problems;
+  std::vector<std::string> undecided;
+  check_rules(plan.device_rules, {plan.values, facts, provided, names}, problems, undecided);
+  if (problems.has_errors()) {
+    std::vector<Problem> found;
+    for (const Diagnostic& one : problems.all()) {
+      found.push_back({.id = one.id, .message = one.message, .place = "", .why = one.why, .fix = one.fix});
+    }
+    throw Error(ExitCode::kUsage, std::move(found));
+  }
+}
+
 // Each padded length twice, as the first block's input wants no gradient and the others' do, and some to spare (rule K3).
 int64_t shapes_at_most(const BatchShape& shape) { return 2 * std::max<int64_t>(1, static_cast<int64_t>(shape.lengths().size())) + 4; }
 
@@ -87,6 +114,19 @@ Algorithm& algorithm_of(const EngineContext& context) {
 
 Sharding& sharding_of(const EngineContext& context) {
   return *static_cast<Sharding*>(const_cast<void*>(interface_of(context, SF_KIND_SHARDING, kShardingInterface, "sharding")));
+}
+
+std::unique_ptr<Transforms> transforms_of(const EngineContext& context, const std::vector<UnitSpec>& units, std::vector<std::unique_ptr<NamedTransform>>& calls) {
+  std::vector<Transforms::Member> members;
+  for (const LoadedPlugin& plugin : context.plugins) {
+    if (plugin.kind == SF_KIND_TRANSFORM) {
+      const void* found = plugin.entry->get_interface(plugin.instance, kTransformInterface);
+      SF_CHECK(found != nullptr, "transform \"{}\" was created without its interface", plugin.name);
+      calls.push_back(std::make_unique<NamedTransform>(*static_cast<Transform*>(const_cast<void*>(found)), plugin.name));
+      members.push_back({.name = plugin.name, .transform = calls.back().get()});
+    }
+  }
+  return members.empty() ? nullptr : std::make_unique<Transforms>(std::move(members), units);
 }
 
 ModelFacts model_facts(const Plan& plan) {
@@ -139,6 +179,18 @@ at::Device open_device(const std::string& name, const World& world) {
   return device;
 }
 
+int64_t compute_capability(at::Device device) {
+  using Attribute = int (*)(int*, int, int);
+  constexpr int kMajor = 75, kMinor = 76;   // CUdevice_attribute
+  auto* driver = device.is_cuda() ? dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD) : nullptr;
+  const auto attribute = driver == nullptr ? nullptr : reinterpret_cast<Attribute>(dlsym(driver, "cuDeviceGetAttribute"));
+  int major = 0, minor = 0;
+  if (attribute == nullptr || attribute(&major, kMajor, device.index()) != 0 || attribute(&minor, kMinor, device.index()) != 0) {
+    return 0;
+  }
+  return 10 * major + minor;
+}
+
 MemoryUse memory_use(at::Device device) {
   if (device.is_cpu()) {
     return {.now = status_bytes("VmRSS:"), .peak = status_bytes("VmHWM:")};
@@ -175,8 +227,10 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
 
   session->placement.device = open_device(plan.get<std::string>("device"), context.world);
   session->batch_shape.is_pinned = session->placement.device.is_cuda();
-  if (ranks != nullptr) {
-    require_memory(plan, session->description, session->sharding, available_memory(session->placement.device),
+  if (ranks != nullptr) {   // what a verb of one process computes is what an export is served with
+    check_device_rules(plan, session->placement.device);
+    session->transforms = transforms_of(context, session->description.units, session->transform_calls);
+    require_memory(plan, session->description, session->sharding, session->transforms.get(), available_memory(session->placement.device),
                    session->placement.device.is_cpu() ? context.world.local_size : 1);
     if (plan.get<bool>("training.compile_blocks")) {
       session->recorder = open_graph_recorder(session->placement.device);
@@ -188,6 +242,12 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
     session->placement.comm = ranks->comm.get();
   }
   session->placement.dtype = plan.get<std::string>("model.torch_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat;
+  if (session->transforms != nullptr) {
+    session->transforms->build(session->placement.device, session->placement.dtype, *session->ops);
+    if (GatherCodec* codec = session->transforms->codec(); codec != nullptr) {
+      session->sharding->take_codec(*codec);
+    }
+  }
   session->sharding->build(session->description.units, session->placement);
   initialize_weights(session->description.units, session->sharding->shards(), session->seed);
 
@@ -221,9 +281,15 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
           .gradient_dtype = plan.get<std::string>("training.grad_accum_dtype") == "bfloat16" ? at::kBFloat16 : at::kFloat,
           .recompute = plan.get<std::vector<std::string>>("training.recompute"),
           .recorder = session->recorder.get(),
-          .capture = {.shapes_at_most = shapes_at_most(session->batch_shape), .static_shapes = session->batch_shape.is_static}});
+          .capture = {.shapes_at_most = shapes_at_most(session->batch_shape), .static_shapes = session->batch_shape.is_static},
+          .transforms = session->transforms.get()});
   if (session->recorder != nullptr) {
     tell_about_capture(*session);
+  }
+  if (session->transforms != nullptr && session->is_lead()) {
+    for (const Transforms::Member& member : session->transforms->members()) {
+      log_info("in effect: {} computes {}", member.name, join(session->transforms->taken_text(member), "; "));
+    }
   }
   if (context.check_effects) {
     context.check_effects();

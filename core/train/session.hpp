@@ -24,6 +24,8 @@ namespace sf {
 /// The plugin's interface over its instance. Throws Error(kPlugin) when no plugin of the stack is of that kind.
 Algorithm& algorithm_of(const EngineContext& context);
 Sharding& sharding_of(const EngineContext& context);
+/// The transforms of the stack in the order of the recipe, over the linears of the units; null when there is none. They keep a pointer to what `calls` gets.
+std::unique_ptr<Transforms> transforms_of(const EngineContext& context, const std::vector<UnitSpec>& units, std::vector<std::unique_ptr<NamedTransform>>& calls);
 
 /// The plan's [model] section as the algorithm wants it; reads the two configuration files. Throws Error(kData) when one is not readable.
 ModelFacts model_facts(const Plan& plan);
@@ -31,6 +33,8 @@ ModelFacts model_facts(const Plan& plan);
 /// "cpu" or "cuda"; opens LibTorch's CUDA library first when it is the latter, and takes the GPU of this rank: number local_rank, or the only one that its
 /// launcher shows it. Throws Error(kDevice) with what is missing.
 at::Device open_device(const std::string& name, const World& world = {});
+/// 90 for 9.0; 0 when it is no GPU or the driver does not say.
+int64_t compute_capability(at::Device device);
 /// Bytes of the device's memory in use by this process now and at most: the allocator's on a GPU, resident memory on the CPU.
 struct MemoryUse {
   int64_t now = 0, peak = 0;
@@ -52,6 +56,8 @@ struct Session {
   TargetTables tables;
   std::unique_ptr<NamedAlgorithm> algorithm_calls;   // what `algorithm` and `sharding` point to: the plugins, with their names on what they throw
   std::unique_ptr<NamedSharding> sharding_calls;
+  std::vector<std::unique_ptr<NamedTransform>> transform_calls;
+  std::unique_ptr<Transforms> transforms;    // null: none, or a verb that does not train; outlives the runner
   std::unique_ptr<GraphRecorder> recorder;   // of training.compile_blocks; outlives the runner
   std::unique_ptr<TapeRunner> runner;
   std::string target_fingerprint;

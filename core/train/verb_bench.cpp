@@ -281,7 +281,7 @@ class StepBench {
     // What recorded graphs keep counts as free for the allocator, which gives it to nobody else.
     const BlockCapture::Counts captured = session_->runner->capture_counts();
     sizes.set("built", memory_built_).set("at_rest", memory_at_rest + captured.bytes).set("peak", memory.peak + captured.bytes).set("reserved_peak", memory.reserved_peak);
-    sizes.set("planned", plan_sizes(plan_, session_->description, session_->sharding).back().bytes);
+    sizes.set("planned", plan_sizes(plan_, session_->description, session_->sharding, session_->transforms.get()).back().bytes);
     json.set("memory_bytes", std::move(sizes));
     json.set("loss", last_.loss).set("grad_norm", last_.gradient_norm);
     if (session_->recorder != nullptr) {

@@ -11,6 +11,7 @@
 namespace sf {
 
 struct Ranks;
+class Transforms;
 
 /// Trains; "interrupted": true after a stop request (the window is finished and saved).
 Json train(const EngineContext& context, const TrainArguments& arguments, Ranks& ranks);
@@ -30,7 +31,7 @@ Json evaluate_speculative(const std::vector<SpeculativeDraft>& drafts, const Spe
 Json bench(const EngineContext& context, const BenchArguments& arguments, Ranks& ranks);
 /// Bytes by kind on the rank that holds most, from the algorithm's description and the backend's own account; the last line is their sum. The
 /// number of ranks is the plan's fact.world_size. Without a backend: as if one process held everything.
-std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding = nullptr);
+std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding = nullptr, const Transforms* transforms = nullptr);
 
 /// Memory that a run may take now; below 0 when nobody can say. `what` is for messages.
 struct AvailableMemory {
@@ -40,7 +41,7 @@ struct AvailableMemory {
 [[nodiscard]] AvailableMemory available_memory(at::Device device);
 /// Throws Error(kDevice) when the plan's sizes are more than what `processes` ranks on this device may take, with what would fit; warns on the CPU where the
 /// estimate is too rough to be sure.
-void require_memory(const Plan& plan, const Description& description, const Sharding* sharding, const AvailableMemory& available, int64_t processes);
+void require_memory(const Plan& plan, const Description& description, const Sharding* sharding, const Transforms* transforms, const AvailableMemory& available, int64_t processes);
 
 /// Operations that will run slower than they could on a GPU because no kernel takes their shape or type, with the reason; from shapes alone.
 [[nodiscard]] std::vector<std::string> slow_paths(const Plan& plan, const Description& description);

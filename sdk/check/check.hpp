@@ -50,6 +50,9 @@ struct Check {
 /// Of a kind without tensors: checkpoint writers and trackers.
 [[nodiscard]] std::vector<Check> byte_checks(std::uint32_t kind);
 
+/// Of transforms, in libsf_plugin_test.so.
+[[nodiscard]] std::vector<Check> transform_checks();
+
 /// In libsf_plugin_test.so.
 class TensorChecks {
  public:

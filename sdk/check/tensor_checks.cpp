@@ -407,7 +407,7 @@ class TensorCheckList final : public TensorChecks {
       return out;
     }
     if (kind == SF_KIND_TRANSFORM) {
-      return {{"transform/engine", "what it takes over is computed the same", [](const Candidate&) { return skipped("the engine of this version calls no transforms"); }}};
+      return transform_checks();
     }
     return {};
   }

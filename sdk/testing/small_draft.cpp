@@ -7,6 +7,7 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "core/kernels/ops.hpp"
 #include "core/train/initialize.hpp"
 #include "plugins/sharding/single/single.hpp"
 
@@ -14,23 +15,6 @@ namespace sf::testing {
 namespace {
 
 using Tensors = std::vector<at::Tensor>;
-constexpr int64_t kHidden = 6;
-
-// Units here are plain ATen.
-struct NoOps final : Ops {
-  [[noreturn]] static at::Tensor none() { throw std::logic_error("no fused operations in this test"); }
-  at::Tensor rms_norm(const at::Tensor&, const at::Tensor&, double) override { none(); }
-  Tensors residual_rms_norm(const at::Tensor&, const at::Tensor&, const at::Tensor&, double) override { none(); }
-  at::Tensor head_norm_rope(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double) override { none(); }
-  at::Tensor swiglu(const at::Tensor&, const at::Tensor&) override { none(); }
-  at::Tensor grouped_convolution(const at::Tensor&, const at::Tensor&, const at::Tensor&, int64_t) override { none(); }
-  at::Tensor block_attention(const BlockAttention&) override { none(); }
-  at::Tensor head_objective(const HeadObjective&, const RowLoss&) override { none(); }
-  at::Tensor unroll_attention(const UnrollAttention&) override { none(); }
-  VocabularyTeaching vocabulary_teacher(const VocabularyTeacher&) override { none(); }
-  DistillResult distill_head(const DistillHead&) override { none(); }
-  at::Tensor lookup(const at::Tensor&, const at::Tensor&) override { none(); }
-};
 
 struct FunctionUnit final : Unit {
   using Body = std::function<Tensors(UnitContext&, const Tensors&)>;
@@ -54,7 +38,8 @@ Tensors block_forward(UnitContext& unit, const Tensors& in) {
   if (unit.has("frozen.weight")) {
     h = unit.linear("frozen", h);
   }
-  return {in[0] + at::matmul(h, unit.parameter("mix").reshape({kHidden, kHidden}))};
+  const at::Tensor& mix = unit.parameter("mix");
+  return {in[0] + at::matmul(h, mix.reshape({mix.size(-1), mix.size(-1)}))};
 }
 
 Tensors objective_forward(UnitContext& unit, const Tensors& in) {
@@ -66,28 +51,29 @@ Tensors frozen_forward(UnitContext& unit, const Tensors& in) { return {in[0] * u
 }  // namespace
 
 std::vector<UnitSpec> draft_specs(const DraftShape& shape) {
+  const int64_t hidden = shape.hidden, inner = shape.inner;
   std::vector<UnitSpec> specs;
   specs.push_back({.name = "context", .prefix = "", .shard_group = "root",
-                   .parameters = {{.name = "fc.weight", .shape = {kHidden, 5}, .init_std = 0.4},
-                                  {.name = "fc.bias", .shape = {kHidden}, .init = Init::zeros},
+                   .parameters = {{.name = "fc.weight", .shape = {hidden, 5}, .init_std = 0.4},
+                                  {.name = "fc.bias", .shape = {hidden}, .init = Init::zeros},
                                   {.name = "scale", .shape = {1}, .init = Init::ones}}});
   for (int64_t b = 0; b < shape.blocks; ++b) {
     UnitSpec block{.name = "block." + std::to_string(b), .prefix = "layers." + std::to_string(b) + ".", .shard_group = "block." + std::to_string(b),
-                   .parameters = {{.name = "up.weight", .shape = {11, kHidden}, .init_std = 0.4},
-                                  {.name = "up.bias", .shape = {11}, .init = Init::zeros},
-                                  {.name = "gain", .shape = {11}, .init = Init::ones},
-                                  {.name = "down.weight", .shape = {kHidden, 11}, .init_std = 0.4},
-                                  {.name = "mix", .shape = {2, 3, kHidden}, .init_std = 0.4},
+                   .parameters = {{.name = "up.weight", .shape = {inner, hidden}, .init_std = 0.4},
+                                  {.name = "up.bias", .shape = {inner}, .init = Init::zeros},
+                                  {.name = "gain", .shape = {inner}, .init = Init::ones},
+                                  {.name = "down.weight", .shape = {hidden, inner}, .init_std = 0.4},
+                                  {.name = "mix", .shape = {2, hidden / 2, hidden}, .init_std = 0.4},
                                   {.name = "idle", .shape = {3, 2}, .idle = true}}};
     if (shape.has_frozen && b == 1) {
-      block.parameters.push_back({.name = "frozen.weight", .shape = {kHidden, kHidden}, .init_std = 0.4, .trainable = false});
+      block.parameters.push_back({.name = "frozen.weight", .shape = {hidden, hidden}, .init_std = 0.4, .trainable = false});
     }
     specs.push_back(std::move(block));
   }
-  specs.push_back({.name = "objective", .prefix = "", .shard_group = "root", .parameters = {{.name = "head.weight", .shape = {7, kHidden}, .init_std = 0.4}}});
+  specs.push_back({.name = "objective", .prefix = "", .shard_group = "root", .parameters = {{.name = "head.weight", .shape = {7, hidden}, .init_std = 0.4}}});
   if (shape.has_frozen) {
     specs.push_back({.name = "frozen", .prefix = "frozen.", .shard_group = "frozen",
-                     .parameters = {{.name = "weight", .shape = {kHidden}, .init_std = 1.0, .trainable = false}}});
+                     .parameters = {{.name = "weight", .shape = {hidden}, .init_std = 1.0, .trainable = false}}});
   }
   return specs;
 }
@@ -117,14 +103,24 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
     }
   }
   const Placement placement{.device = at::kCPU, .dtype = dtype, .comm = comm};
+  std::unique_ptr<Transform, void (*)(Transform*)> transform(nullptr, nullptr);
+  std::unique_ptr<Transforms> transforms;
+  if (make_transform) {
+    transform = make_transform();
+    transforms = std::make_unique<Transforms>(std::vector<Transforms::Member>{{.name = "transform", .transform = transform.get()}}, specs);
+    transforms->build(placement.device, dtype, cpu_ops());
+    if (GatherCodec* codec = transforms->codec(); codec != nullptr) {
+      sharding.take_codec(*codec);
+    }
+  }
   sharding.build(specs, placement);
   initialize_weights(specs, sharding.shards(), 3);
   std::vector<Unit*> pointers;
   for (auto& unit : units) {
     pointers.push_back(unit.get());
   }
-  NoOps ops;
-  TapeRunner runner(pointers, specs, sharding, ops, placement, {.gradient_dtype = at::kFloat, .recompute = shape.recompute});
+  TapeRunner runner(pointers, specs, sharding, cpu_ops(), placement,
+                    {.gradient_dtype = at::kFloat, .recompute = shape.recompute, .transforms = transforms.get()});
   AdamW optimizer(sharding.shards(), {.weight_decay = 0.1, .max_grad_norm = 0.5});
   if (before_start) {
     before_start(optimizer, sharding, comm);

@@ -22,6 +22,7 @@ struct DraftShape {
   int64_t block_uses = 1;              // as EAGLE3: all uses of block 0, with the objective after each
   bool has_frozen = true;              // block 1 has a frozen parameter, the last group is frozen altogether
   std::vector<std::string> recompute = {};
+  int64_t hidden = 6, inner = 11;      // hidden is even
 };
 
 /// Units: context (root), block.0 .., objective (root), and with has_frozen a unit "frozen" of its own group that scales the objective's input.
@@ -41,6 +42,7 @@ struct DraftRun {
   bool throw_at_boundary = false;                            // in the last micro-step, with reductions in flight; else in the first
   bool evaluate_between = false;
   std::function<void(int64_t window, Sharding&)> after_window = {};
+  std::function<std::unique_ptr<Transform, void (*)(Transform*)>()> make_transform = {};   // of each rank
   std::function<void(AdamW&, Sharding&, Comm*)> before_start = {}, at_end = {};
 
   /// Trains on rank `comm` (null: one). Fills this rank's part of `outcome.weights` and `.gradients`, whose tensors are whole, when they are there.

@@ -181,6 +181,17 @@ OPTIONS = {
     "plugin.dflash2.selector_top_k": ("train", "2"),
     "plugin.dflash2.dpace_normalization": ("train", '"batch"', 'training.loss_type="dpace"'),
 }
+# A transform beside dflash2, on the CPU.
+WITH_FP8 = ('backend.transforms=["fp8"]', "plugin.fp8.emulate=true")
+OPTIONS_OF_FP8 = {
+    "plugin.fp8.scaling": ("train", '"row"', *WITH_FP8),
+    "plugin.fp8.gradients": ("train", '"e4m3"', *WITH_FP8),
+    "plugin.fp8.grad_input": ("train", '"bf16"', *WITH_FP8),
+    "plugin.fp8.grad_weight": ("train", '"bf16"', *WITH_FP8),
+    "plugin.fp8.skip": ("train", '["down_proj"]', *WITH_FP8),
+    "plugin.fp8.emulate": ("train", "false", ENDS, *WITH_FP8),
+    "plugin.fp8.gather": ("train", "true", ENDS, *WITH_FP8),
+}
 # What the other algorithms declare, from recipes of their own.
 OPTIONS_OF = {
     "dspark": {
@@ -298,6 +309,11 @@ def each_option_changes_something_or_ends_the_run():
     known = set(declared("core/recipe/host.toml", "plugins/algorithm/dflash2/plugin.toml")) - set(SILENT)
     assert known == set(OPTIONS), known ^ set(OPTIONS)
     walk(captured(), OPTIONS)
+
+
+def each_option_of_fp8_changes_something_or_ends_the_run():
+    assert set(declared("plugins/transform/fp8/plugin.toml")) == set(OPTIONS_OF_FP8)
+    walk(captured(), OPTIONS_OF_FP8)
 
 
 def each_option_of_the_other_algorithms_changes_something_or_ends_the_run():

@@ -30,6 +30,11 @@ struct NoOps final : sf::Ops {
   sf::VocabularyTeaching vocabulary_teacher(const sf::VocabularyTeacher&) override { none(); }
   sf::DistillResult distill_head(const sf::DistillHead&) override { none(); }
   at::Tensor lookup(const at::Tensor&, const at::Tensor&) override { none(); }
+  at::Tensor float8_amax(const at::Tensor&) override { none(); }
+  sf::Float8Matrix float8_encode(const sf::Float8Encode&) override { none(); }
+  void float8_transpose(const at::Tensor&, const at::Tensor&) override { none(); }
+  at::Tensor float8_product(const sf::Float8Product&) override { none(); }
+  void add_weight_gradient(const at::Tensor&, const at::Tensor&, const at::Tensor&) override { none(); }
 };
 
 struct FunctionUnit final : sf::Unit {

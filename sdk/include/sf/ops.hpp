@@ -6,7 +6,7 @@
 //
 // Shapes: b batch · s context tokens · w block slots · j tokens of a block · q = w*j draft rows · n query heads · m key/value heads ·
 //         e head size · h hidden · v vocabulary · r rows · k candidates · t taps, or a teacher's states in a chunk · g channel groups ·
-//         x columns of a table · m chunks of rows · c columns
+//         x columns of a table · m chunks of rows · c columns · i, o columns of a product's input and output
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -222,6 +222,9 @@ class Ops {
   virtual void float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) = 0;
 
   virtual at::Tensor float8_product(const Float8Product&) = 0;
+
+  /// sum_oi += a_ro^T b_ri: a weight's gradient, one product where the types allow it (float32 sum of bfloat16 factors, too). Not differentiable.
+  virtual void add_weight_gradient(const at::Tensor& sum_oi, const at::Tensor& a_ro, const at::Tensor& b_ri) = 0;
 
  protected:
   ~Ops() = default;  // owned by the host

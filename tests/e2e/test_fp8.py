@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""fp8 through sf-host, with emulate on the CPU: each draft trains, the plan names what is taken over, resume is exact, an export is what it was without, refusals.
+
+    tests/e2e/test_fp8.py BUILD_DIR TESTS_DIR [CASE ...]
+
+Standard library only. Ends with `N passed, N failed`.
+"""
+import json
+import shutil
+
+import tiny
+from tiny import Work, expect
+
+FP8 = ("--set", "plugin.fp8.emulate=true")
+SINGLE = ("--backend", "single+fp8", *FP8)
+
+
+def captured(algorithm="dflash2", steps=10):
+    work = Work(steps=steps, algorithm=algorithm)
+    work.host("capture")
+    return work
+
+
+def curve(work, run):
+    lines = [json.loads(line) for line in (work.path / "out" / run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "lr" in line]
+
+
+def tensors_of(folder):
+    whole = (folder / "model.safetensors").read_bytes()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+    return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def every_draft_trains_and_its_export_has_the_form_that_it_had_without():
+    for algorithm in ("dflash2", "dspark", "eagle3"):
+        work = captured(algorithm, steps=30)
+        work.host("train", "--set", 'run_id="plain"')
+        told = work.host("train", *SINGLE, "--set", 'run_id="fp8"').stderr
+        expect(told, "in effect: fp8 computes block.0", "mlp.down_proj")
+        plain, found = curve(work, "plain"), curve(work, "fp8")
+        assert plain != found, "fp8 changed nothing"
+        for a, b in zip(plain, found, strict=True):
+            assert abs(a - b) < 0.1 * a, (algorithm, a, b)
+        assert found[-1] < found[0]
+        forms = {}
+        for run, backend in (("plain", ()), ("fp8", SINGLE)):
+            work.host("export", "--set", f'run_id="{run}"', *backend, "--output", work.path / f"export-{run}")
+            forms[run] = tensors_of(work.path / f"export-{run}")
+        assert forms["plain"] == forms["fp8"]
+        shutil.rmtree(work.path)
+
+
+def the_plan_says_what_is_taken_over_and_what_that_takes():
+    work = captured()
+    told = work.host("plan", *SINGLE).stdout
+    expect(told, "transform", "fp8 0.1.0", "weights of fp8", "block.0 to block.1: self_attn.q_proj, self_attn.k_proj")
+    assert "kernel_projection" not in told.split("weights of fp8")[1].splitlines()[0], told
+    expect(work.host("plan", *SINGLE, "--set", 'plugin.fp8.skip=["self_attn.*", "kernel_projection"]').stdout, "block.0 to block.1: mlp.gate_proj, mlp.up_proj, mlp.down_proj")
+    shutil.rmtree(work.path)
+
+
+def a_run_that_goes_on_from_a_checkpoint_has_the_losses_of_one_that_did_not_stop():
+    work = captured(steps=10)
+    work.host("train", *SINGLE, "--set", 'run_id="whole"')
+    work.host("train", *SINGLE, "--set", 'run_id="halves"', "--set", "training.max_steps=4", "--set", "training.total_steps=10")
+    work.host("train", *SINGLE, "--set", 'run_id="halves"', "--set", "training.total_steps=10", "--resume", "auto")
+    assert curve(work, "halves") == curve(work, "whole")
+    shutil.rmtree(work.path)
+
+
+def recompute_and_ranks_agree():
+    work = captured(steps=6)
+    work.host("train", *SINGLE, "--set", 'run_id="plain"')
+    work.host("train", *SINGLE, "--set", 'run_id="recomputed"', "--set", 'training.recompute=["block.*"]')
+    assert curve(work, "recomputed") == curve(work, "plain")
+    work.host("train", "--backend", "fsdp2+fp8", *FP8, "--set", 'run_id="ranks"', "--nproc", "2", "--set", "training.accumulation_steps=1", "--set", 'training.reduce_dtype="float32"')
+    for a, b in zip(curve(work, "plain"), curve(work, "ranks"), strict=True):
+        assert abs(a - b) < 0.02 * a, (a, b)   # a sum that rounds another way moves an encoded number by a whole step
+    assert abs(curve(work, "plain")[0] - curve(work, "ranks")[0]) < 1e-4 * curve(work, "plain")[0]
+    shutil.rmtree(work.path)
+
+
+def an_evaluation_is_that_of_the_draft_as_it_is_exported():
+    work = captured(steps=6)
+    work.host("train", *SINGLE)
+    with_fp8, without = work.json("eval", *SINGLE), work.json("eval")
+    assert with_fp8["loss"] == without["loss"]
+    shutil.rmtree(work.path)
+
+
+def refusals_say_why_and_what_to_do():
+    work = captured(steps=2)
+    for verb, *more in (["plan"], ["train"], ["bench"]):
+        expect(work.host(verb, "--backend", "single+fp8", *more, code=2).stderr, "error[F9]", "compute capability 8.9", "plugin.fp8.emulate = true")
+        expect(work.host(verb, "--backend", "fsdp1+fp8", *FP8, *more, code=2).stderr, "error[B2]", "fsdp1 does not offer what fp8 needs", "single and fsdp2 do")
+    expect(work.host("train", *SINGLE, "--set", 'plugin.fp8.skip=["*"]', code=2).stderr, "[F5] fp8 has nothing to do")
+    expect(work.host("train", *SINGLE, "--set", 'plugin.fp8.skip=["q_porj"]', code=2).stderr, '"q_porj" names no linear')
+    expect(work.host("plan", "--backend", "fp8", *FP8, "--set", "plugin.fp8.gather=true", "--set", 'plugin.fp8.scaling="row"', code=2).stderr, "error[F11]")
+    shutil.rmtree(work.path)
+
+
+def a_number_that_is_not_finite_ends_the_run_and_names_unit_and_linear():
+    work = captured(steps=8)
+    told = work.host("train", *SINGLE, "--set", "training.learning_rate=1e30", "--set", "training.warmup_ratio=0.0", code=None)
+    assert told.returncode not in (0, 2), told.stderr
+    expect(told.stderr, "of linear '", "in unit 'block.", "is not finite")
+    shutil.rmtree(work.path)
+
+
+if __name__ == "__main__":
+    tiny.main(globals())
