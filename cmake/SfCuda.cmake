@@ -12,7 +12,7 @@ endif()
 
 get_filename_component(SF_NVIDIA_ROOT "${Sf_TORCH_ROOT}/../nvidia" ABSOLUTE)
 set(SF_CUDA_INCLUDE ${SF_NVIDIA_ROOT}/cu13/include ${SF_NVIDIA_ROOT}/nccl/include)
-set(SF_CUDA_LIBRARIES ${SF_NVIDIA_ROOT}/cu13/lib/libcudart.so.13 ${SF_NVIDIA_ROOT}/cu13/lib/libcublas.so.13)
+set(SF_CUDA_LIBRARIES ${SF_NVIDIA_ROOT}/cu13/lib/libcudart.so.13 ${SF_NVIDIA_ROOT}/cu13/lib/libcublas.so.13 ${SF_NVIDIA_ROOT}/cu13/lib/libcublasLt.so.13)
 set(SF_NCCL_LIBRARY ${SF_NVIDIA_ROOT}/nccl/lib/libnccl.so.2)
 
 set(SF_NVCC_FLAGS -std=c++20 -O3 -Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra -cudart=shared --threads=1)

@@ -6,15 +6,12 @@
 #include "core/train/linear.hpp"
 #include "core/train/optimizer.hpp"
 #include "tests/kernels/gpu.hpp"
+#include "tests/kernels/times.hpp"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstdio>
 #include <functional>
 #include <string>
 #include <vector>
@@ -24,33 +21,7 @@ namespace {
 constexpr int64_t kB = 2, kS = 2048, kW = 512, kJ = 16, kQ = kW * kJ, kHeads = 32, kKeyHeads = 8, kE = 128, kH = 4096, kI = 12288, kV = 151936;
 const at::TensorOptions kHalf = at::TensorOptions(at::Device(at::kCUDA, 0)).dtype(at::kBFloat16);
 
-int repeats = 7, calls = 8;  // "once" on the command line: one call each, for a profiler
-
-double milliseconds(const std::function<void()>& body) {
-  const c10::impl::VirtualGuardImpl guard(at::kCUDA);
-  body();
-  std::vector<double> times;
-  for (int i = 0; i < repeats; ++i) {
-    guard.synchronizeDevice(0);
-    const auto start = std::chrono::steady_clock::now();
-    for (int call = 0; call < calls; ++call) {
-      body();
-    }
-    guard.synchronizeDevice(0);
-    times.push_back(std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count() / calls);
-  }
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-
-void line(const std::string& name, double ms, double bytes, double flop = 0) {
-  std::printf("%-44s %8.3f ms  %6.2f GB  %5.2f TB/s", name.c_str(), ms, bytes / 1e9, bytes / ms / 1e9);
-  if (flop > 0) {
-    std::printf("  %6.1f TFLOP/s", flop / ms / 1e9);
-  }
-  std::printf("\n");
-}
-
+using sf::test::milliseconds;
 using Tensors = std::vector<at::Tensor>;
 
 // Forward and backward of one operation; bytes that each has to move.
@@ -61,7 +32,7 @@ void both(const std::string& name, const Tensors& inputs, const std::function<at
     leaves.push_back(input.detach().requires_grad_());
   }
   at::Tensor out;
-  line(name, milliseconds([&] {
+  sf::test::time_line(name, milliseconds([&] {
          at::NoGradGuard no_grad;
          out = operation(leaves);
        }),
@@ -69,7 +40,7 @@ void both(const std::string& name, const Tensors& inputs, const std::function<at
   at::AutoGradMode record(true);
   out = operation(leaves);
   const at::Tensor seed = at::randn_like(out.detach());
-  line(name + ", backward", milliseconds([&] { (void)torch::autograd::grad({out}, leaves, {seed}, /*retain_graph=*/true); }), backward_bytes, backward_flop);
+  sf::test::time_line(name + ", backward", milliseconds([&] { (void)torch::autograd::grad({out}, leaves, {seed}, /*retain_graph=*/true); }), backward_bytes, backward_flop);
 }
 
 at::Tensor normal(at::IntArrayRef shape) { return at::randn(shape, kHalf); }
@@ -78,7 +49,7 @@ at::Tensor normal(at::IntArrayRef shape) { return at::randn(shape, kHalf); }
 
 int main(int argc, char**) {
   if (argc > 1) {
-    repeats = calls = 1;
+    sf::test::time_repeats = sf::test::time_calls = 1;  // "once", for a profiler
   }
   if (!sf::test::has_gpu()) {
     return 0;
@@ -88,7 +59,7 @@ int main(int argc, char**) {
   {
     const at::Tensor x = normal({int64_t{1} << 30});
     at::Tensor y = at::empty_like(x);
-    line("copy", milliseconds([&] { y.copy_(x); }), 4e0 * (int64_t{1} << 30));
+    sf::test::time_line("copy", milliseconds([&] { y.copy_(x); }), 4e0 * (int64_t{1} << 30));
   }
   both("rms_norm", {normal({kB, kQ, kH}), normal({kH})}, [&](const Tensors& in) { return ops.rms_norm(in[0], in[1], 1e-6); }, rows * kH * 4, rows * kH * 6);
   both("residual_rms_norm", {normal({kB, kQ, kH}), normal({kB, kQ, kH}), normal({kH})},
@@ -123,9 +94,9 @@ int main(int argc, char**) {
     const auto floats = kHalf.dtype(at::kFloat);
     at::Tensor lse = at::empty({r}, floats), most = at::empty({r}, floats), nll = at::empty({r}, floats), argmax = at::empty({r}, labels.options()), values = at::empty({r, 16}, floats), ids = at::empty({r, 16}, labels.options());
     const double bytes = 2.0 * r * kV, flop = 2.0 * r * kV * kH;
-    line("head: logits of 1920 rows", milliseconds([&] { at::mm_out(logits, hidden, head.t()); }), bytes + 2.0 * kV * kH, flop);
+    sf::test::time_line("head: logits of 1920 rows", milliseconds([&] { at::mm_out(logits, hidden, head.t()); }), bytes + 2.0 * kV * kH, flop);
     for (const int64_t k : {0, 16}) {
-      line("head: statistics, " + std::to_string(k) + " candidates", milliseconds([&] {
+      sf::test::time_line("head: statistics, " + std::to_string(k) + " candidates", milliseconds([&] {
              sf::check_launch("rows", sf::cuda_launchers()->head_rows_forward(
                                           {.type = sf::cuda::Type::bfloat16, .r = r, .v = kV, .k = k, .multiplier = 1, .softcap = 0, .logits_rv = logits.const_data_ptr(), .labels_r = labels.data_ptr<int64_t>(),
                                            .wanted_r = nullptr, .log_sum_exp_r = lse.data_ptr<float>(), .nll_r = nll.data_ptr<float>(), .argmax_r = argmax.data_ptr<int64_t>(), .max_probability_r = most.data_ptr<float>(),
@@ -133,31 +104,31 @@ int main(int argc, char**) {
            }),
            bytes);
     }
-    line("head: gradient over the logits", milliseconds([&] {
+    sf::test::time_line("head: gradient over the logits", milliseconds([&] {
            sf::check_launch("rows", sf::cuda_launchers()->head_rows_backward(
                                         {.type = sf::cuda::Type::bfloat16, .r = r, .v = kV, .k = 16, .multiplier = 1, .softcap = 0, .logits_rv = logits.mutable_data_ptr(), .labels_r = labels.data_ptr<int64_t>(),
                                          .log_sum_exp_r = lse.data_ptr<float>(), .grad_nll_r = nll.data_ptr<float>(), .ids_rk = ids.data_ptr<int64_t>(), .grad_values_rk = values.data_ptr<float>()}, sf::stream_of(logits)));
          }),
          2 * bytes);
     logits = at::mm(hidden, head.t());
-    line("head: gradient of hidden rows", milliseconds([&] { (void)at::mm(logits, head); }), bytes + 2.0 * kV * kH, flop);
+    sf::test::time_line("head: gradient of hidden rows", milliseconds([&] { (void)at::mm(logits, head); }), bytes + 2.0 * kV * kH, flop);
   }
   {
     const int64_t count = 1920 * 16;
     const at::Tensor values = normal({count, 256});
     at::Tensor table = at::zeros({kV, 256}, kHalf.dtype(at::kFloat));
     const at::Tensor spread = at::randint(kV, {count}, kHalf.dtype(at::kLong)), few = at::randint(20, {count}, kHalf.dtype(at::kLong));
-    line("rows by token, spread", milliseconds([&] { sf::add_by_token(table, spread, values); }), count * 256.0 * 2);
-    line("rows by token, 20 tokens", milliseconds([&] { sf::add_by_token(table, few, values); }), count * 256.0 * 2);
+    sf::test::time_line("rows by token, spread", milliseconds([&] { sf::add_by_token(table, spread, values); }), count * 256.0 * 2);
+    sf::test::time_line("rows by token, 20 tokens", milliseconds([&] { sf::add_by_token(table, few, values); }), count * 256.0 * 2);
   }
   for (const auto& [o, i] : {std::pair<int64_t, int64_t>{kI, kH}, {kH, kI}, {kH, kH}, {1024, kH}}) {
     const at::Tensor grad = normal({kB * kQ, o}), x = normal({kB * kQ, i});
     sf::GradientSink sink{.buffer = at::zeros({o, i}, kHalf.dtype(at::kFloat))};
     const std::string shape = std::to_string(o) + " x " + std::to_string(i);
     const double flop = 2 * rows * static_cast<double>(o * i);
-    line("weight gradient " + shape + ", bf16 product", milliseconds([&] { (void)at::mm(grad.t(), x); }), 2 * rows * static_cast<double>(o + i) + 2.0 * o * i, flop);
+    sf::test::time_line("weight gradient " + shape + ", bf16 product", milliseconds([&] { (void)at::mm(grad.t(), x); }), 2 * rows * static_cast<double>(o + i) + 2.0 * o * i, flop);
     const at::Tensor workspace = at::empty({int64_t{32} << 20}, kHalf.dtype(at::kByte));
-    line("weight gradient " + shape + ", into float32", milliseconds([&] {
+    sf::test::time_line("weight gradient " + shape + ", into float32", milliseconds([&] {
            sf::check_launch("product", sf::cuda_launchers()->accumulate_product({.m = o, .n = i, .k = kB * kQ, .a_km = grad.const_data_ptr(), .b_kn = x.const_data_ptr(), .c_mn = sink.buffer.data_ptr<float>(),
                                                                                  .workspace = workspace.mutable_data_ptr(), .workspace_bytes = int64_t{32} << 20}, sf::stream_of(grad)));
          }),
@@ -179,7 +150,7 @@ int main(int argc, char**) {
       gradients.push_back(at::randn(shard.local.sizes(), kHalf.dtype(at::kFloat)));
     }
     const at::Tensor one = at::ones({}, kHalf.dtype(at::kFloat));
-    line("optimizer, 224 M parameters", milliseconds([&] { (void)optimizer.step(gradients, one, one, 1e-4); }), count * 30);
+    sf::test::time_line("optimizer, 224 M parameters", milliseconds([&] { (void)optimizer.step(gradients, one, one, 1e-4); }), count * 30);
   }
   return 0;
 }

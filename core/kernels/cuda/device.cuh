@@ -88,6 +88,25 @@ __device__ inline float block_sum(float x, float* scratch) {
   return warp_sum(lane < warps ? scratch[lane] : 0.0f);
 }
 
+// Bits of |x|: they order as magnitudes do, NaN above infinity.
+__device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+
+// Raises *amax, which is not negative, to the number of these bits. The result does not depend on the order of calls; most of them end at the look.
+__device__ inline void raise_amax(uint32_t bits, float* amax) {
+  auto* to = reinterpret_cast<unsigned*>(amax);
+  if (bits > *static_cast<volatile unsigned*>(to)) {
+    atomicMax(to, bits);
+  }
+}
+
+// The block's largest, once for each warp.
+__device__ inline void block_amax(uint32_t bits, float* amax) {
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0 && bits != 0) {
+    raise_amax(bits, amax);
+  }
+}
+
 /// out[c] = sum over p of partial[p, c], rounded once. Defined in row_norm.cu.
 Error sum_partials(Type type, const float* partial_pc, int64_t p, int64_t c, void* out_c, cudaStream_t stream);
 

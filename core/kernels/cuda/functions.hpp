@@ -23,5 +23,9 @@ Error distill_rows_backward(const DistillRows&, void* stream);
 Error segment_sum(const SegmentSum&, void* stream);
 Error adamw(const Adamw&, void* stream);
 Error accumulate_product(const AccumulateProduct&, void* stream);
+Error float8_amax(const Float8Amax&, void* stream);
+Error float8_encode(const Float8Encode&, void* stream);
+Error float8_transpose(const Float8Transpose&, void* stream);
+Error float8_product(const Float8Product&, void* stream);
 
 }  // namespace sf::cuda

@@ -221,6 +221,63 @@ struct AccumulateProduct {
   int64_t workspace_bytes;
 };
 
+/// Formats of 8-bit floats: e4m3 has 448 as its largest number and no infinity, e5m2 57344.
+enum class Float8 : int32_t { e4m3, e5m2 };
+
+/// Largest magnitudes of a matrix; NaN and infinity survive. Either of the whole, or (amax null) of each row and column.
+struct Float8Amax {
+  Type type;
+  int64_t r, c;
+  const void* x_rc;
+  float* amax;
+  float* amax_r;             // with amax null, as below: c is a multiple of 16
+  float* amax_c;
+};
+
+/// Float8 values of a matrix, row by row and transposed, from one read: clamp(x * scale) to the nearest, scale = largest number of the format / max(amax, 1e-12), computed in
+/// float64 and kept in float32. One scale for all, or (amax null) one for each row of values_rc and another for each row of values_cr. Where an amax is NaN or infinite all values
+/// under it are NaN.
+struct Float8Encode {
+  Type type;
+  Float8 format;
+  int64_t r, c;              // c a multiple of 16
+  const void* x_rc;
+  const float* amax;
+  const float* amax_r;       // with amax null, as below
+  const float* amax_c;
+  void* values_rc;           // null: not wanted
+  void* values_cr;           // [c, float8_padded(r)], zeros behind the end of a row; null: not wanted
+  float* inverse_scale;      // 1 / scale: number = value * inverse_scale
+  float* inverse_scale_r;    // row-wise; null: not wanted
+  float* inverse_scale_c;
+  float* alarm;              // null, or set to 1 when an amax is NaN or infinite, and left alone otherwise
+};
+
+/// The transposed copy of values that are encoded already.
+struct Float8Transpose {
+  int64_t r, c;              // c a multiple of 16
+  const void* values_rc;
+  void* values_cr;           // [c, float8_padded(r)], zeros behind the end of a row
+};
+
+/// d_mn = a_mk b_nk^T in 8-bit floats on tensor cores, all row-major, times both scales; with `adds` it is added to d. Needs compute capability 8.9; k and n are multiples
+/// of 16, and not both factors are e5m2. Fast accumulation keeps fewer bits of sums inside the tensor cores.
+struct Float8Product {
+  int64_t m, n, k;
+  Float8 a_format, b_format;
+  Type d_type;
+  bool adds, fast_accumulation;
+  bool row_wise;             // scales are [m] and [n] instead of scalars
+  int32_t choice;            // which of cuBLASLt's proposals, best first; 0 outside of measurements
+  const void* a_mk;
+  const void* b_nk;
+  const float* a_scale;
+  const float* b_scale;
+  void* d_mn;
+  void* workspace;
+  int64_t workspace_bytes;
+};
+
 struct Launchers {
   Error (*rms_norm_forward)(const RmsNormForward&, void* stream);
   Error (*rms_norm_backward)(const RmsNormBackward&, void* stream);
@@ -240,6 +297,10 @@ struct Launchers {
   Error (*segment_sum)(const SegmentSum&, void* stream);
   Error (*adamw)(const Adamw&, void* stream);
   Error (*accumulate_product)(const AccumulateProduct&, void* stream);
+  Error (*float8_amax)(const Float8Amax&, void* stream);
+  Error (*float8_encode)(const Float8Encode&, void* stream);
+  Error (*float8_transpose)(const Float8Transpose&, void* stream);
+  Error (*float8_product)(const Float8Product&, void* stream);
 };
 
 // Rows of the workspaces above: numbers of partial sums, from shapes alone.
@@ -250,6 +311,11 @@ constexpr int64_t attention_splits() { return 2; }
 constexpr int64_t kSegmentRows = 64;
 constexpr int64_t kHeadCandidates = 32;
 constexpr int64_t kConvolutionTaps = 4;
+// Columns of a transposed float8 copy of r rows: the inner size of a float8 product is a multiple of 16.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr int64_t float8_padded(int64_t r) { return (r + 15) / 16 * 16; }
 
 }  // namespace sf::cuda
 

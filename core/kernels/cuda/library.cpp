@@ -27,6 +27,10 @@ extern "C" __attribute__((visibility("default"))) const sf::cuda::Launchers* sf_
       .segment_sum = segment_sum,
       .adamw = adamw,
       .accumulate_product = accumulate_product,
+      .float8_amax = float8_amax,
+      .float8_encode = float8_encode,
+      .float8_transpose = float8_transpose,
+      .float8_product = float8_product,
   };
   return &launchers;
 #else
