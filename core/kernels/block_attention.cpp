@@ -7,6 +7,7 @@
 
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/magnitudes.hpp"
 #include "core/kernels/shape_check.hpp"
 #include "core/kernels/slow_paths.hpp"
 
@@ -383,7 +384,10 @@ struct KernelBlockAttention : torch::autograd::Function<KernelBlockAttention> {
     arguments.out_bqne = pointer_to_write(out);
     arguments.log_sum_exp_bmr = log_sum_exp.data_ptr<float>();
     arguments.bounds_bq4 = bounds.data_ptr<int32_t>();
+    const at::Tensor magnitude = open_magnitude(out);
+    arguments.amax = magnitude_pointer(magnitude);
     check_launch("block_attention", cuda_launchers()->block_attention_forward(arguments, stream_of(query)));
+    note_magnitude(out, magnitude);
     context->save_for_backward({in.query, in.context_key, in.context_value, in.block_key, in.block_value, in.anchors, in.keep, out, log_sum_exp,
                                 bounds});
     context->saved_data["block_size"] = block_size;
@@ -422,7 +426,12 @@ struct KernelBlockAttention : torch::autograd::Function<KernelBlockAttention> {
     arguments.grad_context_value_bsme = pointer_to_write(result[2]);
     arguments.grad_block_key_bqme = pointer_to_write(result[3]);
     arguments.grad_block_value_bqme = pointer_to_write(result[4]);
+    const at::Tensor of_context = open_magnitude(grad_out), of_own = open_magnitude(grad_out);
+    arguments.amax = magnitude_pointer(of_own);
+    arguments.amax_context_value = magnitude_pointer(of_context);
     check_launch("block_attention backward", cuda_launchers()->block_attention_backward(arguments, stream_of(grad_out)));
+    note_magnitude(result[2], of_context);
+    note_magnitude(result[4], of_own);
     return result;
   }
 };

@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/magnitudes.hpp"
 #include "core/kernels/shape_check.hpp"
 #include "core/kernels/slow_paths.hpp"
 
@@ -77,7 +78,10 @@ struct GroupedConvolution : torch::autograd::Function<GroupedConvolution> {
       at::Tensor out = at::empty(x.sizes(), x.options());
       cuda::GroupedConvolution arguments = arguments_of(x, delta, base, block_size);
       arguments.y_rh = pointer_to_write(out);
+      const at::Tensor magnitude = open_magnitude(out);
+      arguments.amax = magnitude_pointer(magnitude);
       check_launch("grouped_convolution", cuda_launchers()->grouped_convolution_forward(arguments, stream_of(x)));
+      note_magnitude(out, magnitude);
       return out;
     }
     context->save_for_backward({x_bqh, delta_bqtg, base_th});
@@ -105,7 +109,10 @@ struct GroupedConvolution : torch::autograd::Function<GroupedConvolution> {
       arguments.grad_delta_rtc = pointer_to_write(delta_gradient);
       arguments.grad_base_th = pointer_to_write(base_gradient);
       arguments.partial_pth = partial.data_ptr<float>();
+      const at::Tensor magnitude = open_magnitude(grad);
+      arguments.amax = magnitude_pointer(magnitude);
       check_launch("grouped_convolution backward", cuda_launchers()->grouped_convolution_backward(arguments, stream_of(grad)));
+      note_magnitude(x_gradient, magnitude);
       return {x_gradient, delta_gradient, base_gradient, at::Tensor()};
     }
     const Convolution conv(saved[0], saved[1], saved[2], block_size);

@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/magnitudes.hpp"
 #include "core/kernels/rms_norm.hpp"
 #include "core/kernels/shape_check.hpp"
 #include "core/kernels/slow_paths.hpp"
@@ -104,7 +105,10 @@ struct HeadNormRope : torch::autograd::Function<HeadNormRope> {
       arguments.grad_x_rne = pointer_to_write(grad);
       arguments.grad_weight_e = pointer_to_write(weight_grad);
       arguments.partial_pe = static_cast<float*>(pointer_to_write(partial));
+      const at::Tensor magnitude = open_magnitude(grad);
+      arguments.amax = magnitude_pointer(magnitude);
       check_launch("head_norm_rope backward", cuda_launchers()->head_norm_rope_backward(arguments, stream_of(x)));
+      note_magnitude(grad, magnitude);
       return {grad, weight_grad, at::Tensor(), at::Tensor(), at::Tensor()};
     }
     at::Tensor grad_x = rotate(wide(gradients[0]), saved[2], saved[3], -1, wide_type(x.scalar_type()));

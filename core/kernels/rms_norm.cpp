@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/magnitudes.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
@@ -35,10 +36,12 @@ NormedRows norm_rows(const at::Tensor& x, const at::Tensor& residual, const at::
   rows.y = at::empty(x.sizes(), x.options());
   rows.sum = residual.defined() ? at::empty(x.sizes(), x.options()) : at::Tensor();
   rows.inverse_r = at::empty({r}, x.options().dtype(at::kFloat));
+  const at::Tensor magnitude = open_magnitude(x);
   check_launch("rms_norm", cuda_launchers()->rms_norm_forward({.type = kernel_type(x), .r = r, .h = h, .eps = eps, .x_rh = pointer(x),
                                                                .residual_rh = pointer(residual), .weight_h = pointer(weight_h),
                                                                .sum_rh = pointer_to_write(rows.sum), .y_rh = pointer_to_write(rows.y),
-                                                               .inverse_r = rows.inverse_r.data_ptr<float>()}, stream_of(x)));
+                                                               .inverse_r = rows.inverse_r.data_ptr<float>(), .amax = magnitude_pointer(magnitude)}, stream_of(x)));
+  note_magnitude(rows.y, magnitude);
   return rows;
 }
 
@@ -53,12 +56,15 @@ std::pair<at::Tensor, at::Tensor> norm_rows_backward(const at::Tensor& grad_y, c
     grad_weight = at::empty({h}, x.options());
     partial = at::empty({cuda::rms_norm_partials(r), h}, inverse_r.options());
   }
+  const at::Tensor magnitude = open_magnitude(x);
   check_launch("rms_norm backward",
                cuda_launchers()->rms_norm_backward({.type = kernel_type(x), .r = r, .h = h, .x_rh = pointer(x), .weight_h = pointer(weight_h),
                                                     .inverse_r = inverse_r.const_data_ptr<float>(), .grad_y_rh = pointer(grad),
                                                     .grad_sum_rh = pointer(sum), .grad_x_rh = pointer_to_write(grad_x),
                                                     .grad_weight_h = pointer_to_write(grad_weight),
-                                                    .partial_ph = static_cast<float*>(pointer_to_write(partial))}, stream_of(x)));
+                                                    .partial_ph = static_cast<float*>(pointer_to_write(partial)), .amax = magnitude_pointer(magnitude)},
+                                                   stream_of(x)));
+  note_magnitude(grad_x, magnitude);
   return {grad_x, grad_weight};
 }
 

@@ -10,6 +10,7 @@
 
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/magnitudes.hpp"
 #include "core/kernels/products.hpp"
 #include "core/kernels/shape_check.hpp"
 #include "core/kernels/slow_paths.hpp"
@@ -258,7 +259,10 @@ struct KernelUnrollAttention : torch::autograd::Function<KernelUnrollAttention> 
     arguments.out_bqne = pointer_to_write(out);
     arguments.log_sum_exp_bmr = log_sum_exp.data_ptr<float>();
     arguments.bounds_bq4 = bounds.data_ptr<int32_t>();
+    const at::Tensor magnitude = open_magnitude(out);
+    arguments.amax = magnitude_pointer(magnitude);
     check_launch("unroll_attention", cuda_launchers()->block_attention_forward(arguments, stream_of(q)));
+    note_magnitude(out, magnitude);
     context->save_for_backward({q, k, v, later_keys, later_values, out, log_sum_exp, bounds});
     context->saved_data["x"] = x;
     context->saved_data["scale"] = scale;

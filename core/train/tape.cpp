@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "core/base/error.hpp"
+#include "core/kernels/magnitudes.hpp"
 #include "sf/error.hpp"
 
 namespace sf {
@@ -280,6 +281,7 @@ std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const 
   take_leaves(unit);
   Context context(unit, ops_, phase_, options_.transforms);
   std::vector<at::Tensor> outputs = unit.unit->forward(context, inputs);
+  forget_magnitudes();
   for (size_t i = 0; i < inputs.size(); ++i) {
     SF_CHECK(static_cast<int64_t>(inputs[i]._version()) == versions[i],
              "unit '{}' (use {}) wrote to its input {}; inputs are shared with other units", unit.spec->name, use, i);
@@ -438,6 +440,7 @@ std::vector<at::Tensor> TapeRunner::differentiate(UnitState& unit, const std::ve
     return {};
   }
   std::vector<at::Tensor> found = torch::autograd::grad(outputs, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+  forget_magnitudes();
   for (size_t i = 0; i < wanted_parameters.size(); ++i) {
     const at::Tensor& gradient = found[wanted_inputs.size() + i];
     if (gradient.defined()) {

@@ -2,8 +2,13 @@
 #include <doctest/doctest.h>
 
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/float8.hpp"
+#include "core/kernels/magnitudes.hpp"
+#include "core/kernels/ops.hpp"
 #include "tests/kernels/finite_difference.hpp"
 #include "tests/kernels/gpu.hpp"
+
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -243,6 +248,111 @@ TEST_CASE("cuda: float8 products equal float64 ones of the same bytes: formats, 
           }
         }
       }
+    }
+  }
+}
+
+namespace {
+
+// What producers note about a tensor equals a look at it.
+void check_noted(const char* name, const at::Tensor& tensor) {
+  CAPTURE(name);
+  const at::Tensor known = sf::known_magnitude(tensor);
+  REQUIRE(known.defined());
+  CHECK(known.item<float>() == tensor.abs().max().item<float>());
+}
+
+}  // namespace
+
+TEST_CASE("cuda: kernels that make a tensor note its largest magnitude") {
+  if (!has_gpu()) return;
+  at::manual_seed(55);
+  sf::Ops& ops = sf::cpu_ops();
+  (void)sf::known_magnitude(at::zeros({1}));  // from here on they are asked for
+  for (const at::ScalarType type : {at::kBFloat16, at::kFloat}) {
+    const auto leaf = [&](at::IntArrayRef shape) { return random(shape, at::kFloat).to(on_gpu(type)).requires_grad_(); };
+    at::AutoGradMode record(true);
+    for (const int64_t rows : {5, 300}) {
+      sf::forget_magnitudes();
+      for (const int64_t h : {24, 4096, 12296}) {
+        const at::Tensor x = leaf({rows, h}), residual = leaf({rows, h}), weight = leaf({h});
+        check_noted("rms_norm", ops.rms_norm(x, weight, 1e-6));
+        const auto summed = ops.residual_rms_norm(x, residual, weight, 1e-6);
+        check_noted("residual_rms_norm", summed[1]);
+        CHECK(!sf::known_magnitude(summed[0]).defined());
+        check_noted("residual_rms_norm, gradient", torch::autograd::grad({summed[1]}, {x}, {random({rows, h}, at::kFloat).to(on_gpu(type))})[0]);
+        const at::Tensor y = ops.swiglu(x, residual);
+        check_noted("swiglu", y);
+        check_noted("swiglu, a view", y.view({h, rows}));
+        CHECK(!sf::known_magnitude(y.narrow(0, 0, 1)).defined());
+        const auto gradients = torch::autograd::grad({y}, {x, residual}, {random({rows, h}, at::kFloat).to(on_gpu(type))});
+        check_noted("swiglu, gradient of gate", gradients[0]);
+        check_noted("swiglu, gradient of up", gradients[1]);
+        at::NoGradGuard no_grad;
+        gradients[1].add_(1);
+        CHECK(!sf::known_magnitude(gradients[1]).defined());  // it was written since
+      }
+      const int64_t block = 5, h = 96;
+      const at::Tensor x = leaf({1, rows / block * block, h}), delta = leaf({1, rows / block * block, 2, 6}), base = leaf({2, h});
+      const at::Tensor y = ops.grouped_convolution(x, delta, base, block);
+      check_noted("grouped_convolution", y);
+      check_noted("grouped_convolution, gradient", torch::autograd::grad({y}, {x}, {random(y.sizes(), at::kFloat).to(on_gpu(type))})[0]);
+      const at::Tensor heads = leaf({1, rows, 3, 64}), weight = leaf({64}), angle = at::rand({1, rows, 32}, on_gpu(at::kFloat));
+      check_noted("head_norm_rope, gradient",
+                  torch::autograd::grad({ops.head_norm_rope(heads, weight, angle.cos(), angle.sin(), 1e-6)}, {heads}, {random(heads.sizes(), at::kFloat).to(on_gpu(type))})[0]);
+    }
+  }
+  const auto half = [&](at::IntArrayRef shape) { return random(shape, at::kFloat).to(on_gpu(at::kBFloat16)).requires_grad_(); };
+  at::AutoGradMode record(true);
+  sf::BlockAttention a;
+  a.query_bqne = half({2, 24 * 7, 8, 128});
+  a.context_key_bsme = half({2, 200, 2, 128});
+  a.context_value_bsme = half({2, 200, 2, 128});
+  a.block_key_bqme = half({2, 24 * 7, 2, 128});
+  a.block_value_bqme = half({2, 24 * 7, 2, 128});
+  a.anchors_bw = at::randint(1, 190, {2, 24}, on_gpu(at::kLong));
+  a.keep_bw = at::ones({2, 24}, on_gpu(at::kBool));
+  a.keep_bw[1][3] = false;
+  a.block_size = 7;
+  a.scale = 0.1;
+  const at::Tensor out = ops.block_attention(a);
+  check_noted("block_attention", out);
+  check_noted("block_attention, as rows", out.view({2, 24 * 7, 8 * 128}));
+  const auto gradients = torch::autograd::grad({out}, {a.context_value_bsme, a.block_value_bqme}, {random(out.sizes(), at::kFloat).to(on_gpu(at::kBFloat16))});
+  check_noted("block_attention, gradient of context values", gradients[0]);
+  check_noted("block_attention, gradient of own values", gradients[1]);
+  const at::Tensor other = at::zeros_like(out);
+  CHECK(!sf::known_magnitude(other).defined());
+  sf::forget_magnitudes();
+  CHECK(!sf::known_magnitude(out).defined());
+}
+
+TEST_CASE("cuda: float8 operations of Ops give the bytes of their twins on the CPU") {
+  if (!has_gpu()) return;
+  at::manual_seed(56);
+  sf::Ops& ops = sf::cpu_ops();
+  for (const auto scaling : {sf::Float8Scaling::tensor, sf::Float8Scaling::row}) {
+    for (const auto format : {sf::Float8Format::e4m3, sf::Float8Format::e5m2}) {
+      const at::Tensor x = random({37, 64}, at::kFloat).to(at::kBFloat16);
+      const auto encode = [&](at::Device device, const at::Tensor& alarm) {
+        return ops.float8_encode({.x_rc = x.to(device), .format = format, .scaling = scaling, .amax = {}, .rows = true, .columns = true, .alarm = alarm, .into = {}});
+      };
+      at::Tensor alarm = at::zeros({2}, on_gpu(at::kFloat));
+      const sf::Float8Matrix here = encode(at::kCPU, {}), there = encode(kGpu, alarm[1]);
+      CHECK(at::equal(here.values_rc.view(at::kByte), there.values_rc.view(at::kByte).cpu()));
+      CHECK(at::equal(here.values_cr.view(at::kByte), there.values_cr.view(at::kByte).cpu()));
+      CHECK(at::equal(here.inverse_scale, there.inverse_scale.cpu()));
+      CHECK(at::equal(here.inverse_scale_c, there.inverse_scale_c.cpu()));
+      CHECK(alarm.sum().item<float>() == 0);
+      const at::Tensor w = random({48, 64}, at::kFloat).to(at::kBFloat16);
+      const auto product = [&](const sf::Float8Matrix& a, at::Device device, const at::Tensor& add_to, bool emulate) {
+        const sf::Float8Matrix b = ops.float8_encode({.x_rc = w.to(device), .format = sf::Float8Format::e4m3, .scaling = scaling, .amax = {}, .rows = true, .columns = false, .alarm = {}, .into = {}});
+        return ops.float8_product({.a_rk = a.rows(), .b_ck = b.rows(), .type = at::kFloat, .add_to_rc = add_to, .fast_accumulation = false, .emulate = emulate});
+      };
+      const at::Tensor expected = product(here, at::kCPU, {}, false), found = product(there, kGpu, {}, false);
+      CHECK(relative_distance(found.cpu(), expected) < 2e-4);
+      CHECK(relative_distance(product(there, kGpu, {}, true).cpu(), expected) < 1e-5);
+      CHECK(relative_distance(product(there, kGpu, found.clone(), false).cpu(), expected.mul(2)) < 2e-4);
     }
   }
 }

@@ -448,6 +448,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
   }
   copies_wait<0>();
 
+  uint32_t most = 0;
 #pragma unroll
   for (int upper = 0; upper < 2; ++upper) {
     const int key = key0 + row0 + lane / 4 + 8 * upper;
@@ -462,6 +463,7 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
       if (kOwn) {
         *reinterpret_cast<uint32_t*>(static_cast<bf16*>(a.grad_block_key_bqme) + to + n * 8) = pack(k0, k1);
         *reinterpret_cast<uint32_t*>(static_cast<bf16*>(a.grad_block_value_bqme) + to + n * 8) = pack(v0, v1);
+        note(most, {v0, v1});
       } else {
         const int64_t part = static_cast<int64_t>(split) * a.b * a.s * a.m * a.e + to + n * 8;
         *reinterpret_cast<float2*>(a.partial_key + part) = make_float2(k0, k1);
@@ -469,15 +471,16 @@ __global__ void __launch_bounds__(kThreads, 2) key_kernel(const __grid_constant_
       }
     }
   }
+  if (kOwn) {
+    warp_amax_of<bf16>(most, a.amax);
+  }
 }
 
 __global__ void __launch_bounds__(256) join_kernel(BlockAttention a, int64_t count) {
   const int64_t i = (static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x) * 4;
-  if (i >= count) {
-    return;
-  }
+  const bool inside = i < count;
   float key[4] = {}, value[4] = {};
-  for (int split = 0; split < kSplits; ++split) {
+  for (int split = 0; split < kSplits && inside; ++split) {
     float part[4];
     load(part, a.partial_key + split * count + i);
 #pragma unroll
@@ -490,8 +493,13 @@ __global__ void __launch_bounds__(256) join_kernel(BlockAttention a, int64_t cou
       value[n] += part[n];
     }
   }
-  store(static_cast<bf16*>(a.grad_context_key_bsme) + i, key);
-  store(static_cast<bf16*>(a.grad_context_value_bsme) + i, value);
+  uint32_t most = 0;
+  if (inside) {
+    store(static_cast<bf16*>(a.grad_context_key_bsme) + i, key);
+    store(static_cast<bf16*>(a.grad_context_value_bsme) + i, value);
+    note(most, value);
+  }
+  warp_amax_of<bf16>(most, a.amax_context_value);
 }
 
 template <int E>

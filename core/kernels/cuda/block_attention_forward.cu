@@ -241,6 +241,7 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
   __syncthreads();  // the query tile is free for all now, and rows of it that no product waited for have arrived
 
   // Through the query tile, so that whole rows are written.
+  uint32_t found = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -256,10 +257,15 @@ __global__ void __launch_bounds__(kThreads, 2) forward_kernel(const __grid_const
 #pragma unroll
       for (int n = 0; n < E / 8; ++n) {
         bf16* to = shared.query + Tile<E, kRows>::element(row, n * 8 + 2 * (lane % 4));
-        *reinterpret_cast<uint32_t*>(to) = pack(out[half][n][2 * upper] * inverse, out[half][n][2 * upper + 1] * inverse);
+        const float pair[2] = {out[half][n][2 * upper] * inverse, out[half][n][2 * upper + 1] * inverse};
+        *reinterpret_cast<uint32_t*>(to) = pack(pair[0], pair[1]);
+        if (begin + row < at.flat_rows) {
+          note(found, pair);
+        }
       }
     }
   }
+  warp_amax_of<bf16>(found, a.amax);
   __syncwarp();
   constexpr int kPieces = E / 8;
   for (int i = lane; i < 32 * kPieces; i += 32) {

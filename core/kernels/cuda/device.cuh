@@ -99,11 +99,27 @@ __device__ inline void raise_amax(uint32_t bits, float* amax) {
   }
 }
 
-// The block's largest, once for each warp.
-__device__ inline void block_amax(uint32_t bits, float* amax) {
+// Raises *amax to the largest that a warp's lanes bring. All lanes come here.
+__device__ inline void warp_amax(uint32_t bits, float* amax) {
   bits = __reduce_max_sync(0xffffffffu, bits);
   if (threadIdx.x % 32 == 0 && bits != 0) {
     raise_amax(bits, amax);
+  }
+}
+
+// The same for magnitudes of sums in float32 that are stored as T: rounding keeps their order. Null: nothing.
+template <class T>
+__device__ inline void warp_amax_of(uint32_t bits, float* amax) {
+  if (amax != nullptr) {
+    warp_amax(magnitude(to_float(from_float<T>(__uint_as_float(bits)))), amax);
+  }
+}
+
+template <int N>
+__device__ inline void note(uint32_t& most, const float (&x)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    most = max(most, magnitude(x[i]));
   }
 }
 

@@ -30,10 +30,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* x, int64_t piec
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
       if (i + k * step < pieces) {
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-          most = max(most, magnitude(v[k][n]));
-        }
+        note(most, v[k]);
       }
     }
   }
@@ -42,7 +39,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* x, int64_t piec
       most = max(most, magnitude(to_float(x[i])));
     }
   }
-  block_amax(most, amax);
+  warp_amax(most, amax);
 }
 
 // Largest magnitudes of rows and columns: a block takes 128 columns, 16 a thread, and a run of rows.

@@ -12,9 +12,10 @@ constexpr int kAtOnce = 4;  // rows whose loads are in flight together
 template <class T, int N, int kTaps>
 __global__ void __launch_bounds__(kThreads) forward_kernel(GroupedConvolution a) {
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
-  if (c >= a.h) {
-    return;
+  if (c - threadIdx.x % 32 * N >= a.h) {
+    return;  // a warp as a whole: its lanes meet at the end
   }
+  const bool inside = c < a.h;
   const int taps = static_cast<int>(a.taps), j = static_cast<int>(a.block_size);
   const int64_t row = static_cast<int64_t>(blockIdx.y) * j;
   const T* x = static_cast<const T*>(a.x_rh) + row * a.h + c;
@@ -27,11 +28,12 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(GroupedConvolution a)
     for (int n = 0; n < N; ++n) {
       past[t][n] = base[t][n] = 0;
     }
-    if (t < taps) {
+    if (t < taps && inside) {
       load(base[t], static_cast<const T*>(a.base_th) + t * a.h + c);
     }
   }
-  for (int begin = 0; begin < j; begin += kAtOnce) {
+  uint32_t most = 0;
+  for (int begin = 0; begin < j && inside; begin += kAtOnce) {
     Vector<T, N> rows[kAtOnce];
     T coefficients[kAtOnce][kTaps];
 #pragma unroll
@@ -74,9 +76,11 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(GroupedConvolution a)
           }
         }
         store(y + i * a.h, sum);
+        note(most, sum);
       }
     }
   }
+  warp_amax_of<T>(most, a.amax);
 }
 
 // Lanes of a group are neighbours; `lanes` is a power of two.
@@ -107,6 +111,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(GroupedConvolution a
       load(base[t], static_cast<const T*>(a.base_th) + t * a.h + c);
     }
   }
+  uint32_t most = 0;
   const int64_t blocks = a.rows / j;
   for (int64_t block = blockIdx.y; block < blocks; block += gridDim.y) {
     const int64_t row = block * j;
@@ -184,10 +189,12 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(GroupedConvolution a
         }
         if (inside) {
           store(grad_x + i * a.h, sum);
+          note(most, sum);
         }
       }
     }
   }
+  warp_amax_of<T>(most, a.amax);
   if (inside) {
 #pragma unroll
     for (int t = 0; t < kTaps; ++t) {

@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
     on.read(weight, weight_e);
   }
   on.each(total, [](int, float (&pair)[2]) { pair[0] = pair[1] = 0; });
+  uint32_t most = 0;
   for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
     Angles<kPairs> angles;
     angles.read(a, row, lane);
@@ -220,9 +221,13 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
           }
         }
         on.write(static_cast<T*>(a.grad_x_rne) + place * e, g);
+        if (a.amax != nullptr) {
+          on.each(g, [&](int, float (&pair)[2]) { note(most, pair); });
+        }
       }
     }
   }
+  warp_amax_of<T>(most, a.amax);
   if (a.grad_weight_e == nullptr) {
     return;
   }

@@ -4,6 +4,9 @@
 // statistics and sums are float32. Launchers only enqueue on `stream`: they never wait, and they allocate nothing; workspace comes from the caller. Each
 // returns null, or CUDA's text for what went wrong. Sums are made in an order that depends on shapes alone, so the same inputs give the same bits.
 //
+// `amax`, where a launcher has it, is null or the largest magnitude so far of what is written (as rounded), which the launcher raises: a float8 cast of that tensor then
+// needs no look at it before.
+//
 // Shapes: r rows · h hidden · b batch · s context tokens · q draft rows · j rows of a block · n query heads · m key/value heads · g = n/m · e head size ·
 //         f rotated pairs · t taps · c channel groups · v vocabulary · k candidates · p partial sums
 #pragma once
@@ -26,6 +29,7 @@ struct RmsNormForward {
   void* sum_rh;              // x + residual; unused without residual
   void* y_rh;
   float* inverse_r;          // 1 / sqrt(mean(x^2) + eps)
+  float* amax;               // of y
 };
 
 struct RmsNormBackward {
@@ -39,6 +43,7 @@ struct RmsNormBackward {
   void* grad_x_rh;
   void* grad_weight_h;       // null: not wanted
   float* partial_ph;         // workspace, p = rms_norm_partials(r), when the weight's gradient is wanted
+  float* amax;               // of grad_x
 };
 
 struct HeadNormRope {
@@ -56,6 +61,7 @@ struct HeadNormRope {
   void* grad_x_rne;
   void* grad_weight_e;       // null: not wanted
   float* partial_pe;         // workspace, p = head_norm_partials(rows)
+  float* amax;               // of grad_x
 };
 
 struct Swiglu {
@@ -67,6 +73,8 @@ struct Swiglu {
   const void* grad_y;        // backward only
   void* grad_gate;
   void* grad_up;
+  float* amax;               // of y, or of grad_gate
+  float* amax_up;            // of grad_up
 };
 
 struct GroupedConvolution {
@@ -82,6 +90,7 @@ struct GroupedConvolution {
   void* grad_delta_rtc;      // contiguous
   void* grad_base_th;
   float* partial_pth;        // workspace, p = convolution_partials(rows / block_size)
+  float* amax;               // of y, or of grad_x
 };
 
 /// Block attention (sf/ops.hpp). bfloat16 alone; e is 64 or 128. A "flat row" of a key/value head is (draft row, query head of the group): row * g + head.
@@ -113,6 +122,8 @@ struct BlockAttention {
   void* grad_context_value_bsme;
   void* grad_block_key_bqme;
   void* grad_block_value_bqme;
+  float* amax;                 // of out, or of grad_block_value
+  float* amax_context_value;   // of grad_context_value
 };
 
 /// What a loss needs of each row of logits (one read of them).

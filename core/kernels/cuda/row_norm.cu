@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
   if (threadIdx.x == 0) {
     a.inverse_r[row] = inverse;
   }
+  uint32_t most = 0;
   for (int64_t c = threadIdx.x * N; c < a.h; c += blockDim.x * N) {
     float v[N], w[N];
     load(v, source + c);
@@ -50,7 +51,9 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
       v[i] = v[i] * inverse * w[i];
     }
     store(y + c, v);
+    note(most, v);
   }
+  warp_amax_of<T>(most, a.amax);
 }
 
 // gradient of w * x * inverse: with u = x * inverse, (g w - u mean(g w u)) * inverse.
@@ -65,6 +68,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
     }
   }
   const T* weight = static_cast<const T*>(a.weight_h);
+  uint32_t most = 0;
   for (int64_t row = blockIdx.x; row < a.r; row += gridDim.x) {
     const T* x = static_cast<const T*>(a.x_rh) + row * a.h;
     const T* g = static_cast<const T*>(a.grad_y_rh) + row * a.h;
@@ -112,9 +116,11 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
           }
         }
         store(static_cast<T*>(a.grad_x_rh) + row * a.h + c, vg);
+        note(most, vg);
       }
     }
   }
+  warp_amax_of<T>(most, a.amax);
   if (kWeight) {
     float* partial = a.partial_ph + static_cast<int64_t>(blockIdx.x) * a.h;
     for (int k = 0; k < rounds; ++k) {

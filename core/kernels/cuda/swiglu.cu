@@ -9,31 +9,38 @@ constexpr int kThreads = 256;
 template <class T, int N, bool kBackward>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(Swiglu a) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
-  if (at >= a.count) {
-    return;
+  uint32_t most = 0, most_up = 0;
+  if (at < a.count) {
+    float gate[N], up[N];
+    load(gate, static_cast<const T*>(a.gate) + at);
+    load(up, static_cast<const T*>(a.up) + at);
+    if (!kBackward) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        up[i] *= gate[i] / (1.0f + __expf(-gate[i]));
+      }
+      store(static_cast<T*>(a.y) + at, up);
+      note(most, up);
+    } else {
+      float g[N];
+      load(g, static_cast<const T*>(a.grad_y) + at);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const float sigmoid = 1.0f / (1.0f + __expf(-gate[i]));
+        const float silu = gate[i] * sigmoid;
+        const float slope = sigmoid * (1.0f + gate[i] * (1.0f - sigmoid));
+        gate[i] = g[i] * up[i] * slope;
+        up[i] = g[i] * silu;
+      }
+      store(static_cast<T*>(a.grad_gate) + at, gate);
+      store(static_cast<T*>(a.grad_up) + at, up);
+      note(most, gate);
+      note(most_up, up);
+    }
   }
-  float gate[N], up[N];
-  load(gate, static_cast<const T*>(a.gate) + at);
-  load(up, static_cast<const T*>(a.up) + at);
-  if (!kBackward) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      up[i] *= gate[i] / (1.0f + __expf(-gate[i]));
-    }
-    store(static_cast<T*>(a.y) + at, up);
-  } else {
-    float g[N];
-    load(g, static_cast<const T*>(a.grad_y) + at);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const float sigmoid = 1.0f / (1.0f + __expf(-gate[i]));
-      const float silu = gate[i] * sigmoid;
-      const float slope = sigmoid * (1.0f + gate[i] * (1.0f - sigmoid));
-      gate[i] = g[i] * up[i] * slope;
-      up[i] = g[i] * silu;
-    }
-    store(static_cast<T*>(a.grad_gate) + at, gate);
-    store(static_cast<T*>(a.grad_up) + at, up);
+  warp_amax_of<T>(most, a.amax);
+  if (kBackward) {
+    warp_amax_of<T>(most_up, a.amax_up);
   }
 }
 
