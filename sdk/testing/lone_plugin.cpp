@@ -62,6 +62,9 @@ PlanValues values_of(const Manifest& manifest, const std::string& recipe, const 
   facts.merge(model_facts(target, {}, problems));
   std::set<std::string> provided(manifest.provides.begin(), manifest.provides.end());
   provided.insert(host_manifest().provides.begin(), host_manifest().provides.end());
+  if (manifest.kind == "transform") {
+    provided.insert({"stable-parameters", "gather-codec"});   // of the backend that trials run over, and of who calls a codec here
+  }
   const std::set<std::string> names = {manifest.name};
   std::vector<std::string> undecided;
   check_rules(manifest.rules, RuleInput{values, facts, provided, names}, problems, undecided);

@@ -64,7 +64,8 @@ def main():
     passed = failed = 0
     cases = [(algorithm, dtype, "single") for algorithm in ("dflash2", "dspark", "eagle3") for dtype in ("float32", "bfloat16")]
     cases += [("dflash2", "bfloat16", "fsdp2"), ("eagle3", "bfloat16", "fsdp2"), ("dflash2", "float32", "single", 'training.recompute=["block.*"]'),
-              ("dflash2", "float32", "single", "training.grad_accum_dtype=\"bfloat16\"")]
+              ("dflash2", "float32", "single", "training.grad_accum_dtype=\"bfloat16\""),
+              ("dflash2", "bfloat16", "single+fp8"), ("eagle3", "bfloat16", "single+fp8"), ("dspark", "bfloat16", "fsdp2+fp8")]
     for algorithm, dtype, backend, *more in cases:
         try:
             last = trains_to_the_same_bits(algorithm, place, dtype, backend, *more)
