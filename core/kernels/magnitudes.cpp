@@ -52,7 +52,7 @@ void note_magnitude(const at::Tensor& tensor, const at::Tensor& magnitude) {
   }
   Book& all = book();
   const std::lock_guard lock(all.mutex);
-  all.known.push_back({c10::weak_intrusive_ptr<c10::StorageImpl>(tensor.storage().getIntrusivePtr()), tensor.numel(), static_cast<uint32_t>(tensor._version()), magnitude});
+  all.known.push_back({tensor.storage().getWeakStorageImpl(), tensor.numel(), static_cast<uint32_t>(tensor._version()), magnitude});
 }
 
 at::Tensor known_magnitude(const at::Tensor& tensor) {
