@@ -8,6 +8,7 @@
 
 #include "core/base/error.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/float8_head.hpp"
 #include "core/kernels/head_teacher.hpp"
 #include "core/kernels/lookup.hpp"
 #include "core/kernels/row_statistics.hpp"
@@ -69,9 +70,10 @@ struct Buffers {
   at::Tensor logits, exponentials;
   at::Tensor teacher_logits, teacher_probabilities;
 
-  Buffers(const HeadObjective& objective, int64_t chunk_rows) {
+  Buffers(const HeadObjective& objective, int64_t chunk_rows, bool wants_gradient) {
     const int64_t v = objective.head_vh.size(0);
-    logits = at::empty({chunk_rows, v}, objective.hidden_rh.options().requires_grad(false));
+    const bool comes_from_float8 = wants_gradient && float8_head(objective.head_vh) != nullptr;
+    logits = at::empty({comes_from_float8 ? 0 : chunk_rows, v}, objective.hidden_rh.options().requires_grad(false));
     if (objective.teacher_states_nh.defined()) {
       teacher_logits = at::empty({objective.teacher_places_mt.size(1), v}, logits.options());
     }
@@ -79,7 +81,7 @@ struct Buffers {
       return;
     }
     const at::ScalarType type = wide_type(logits.scalar_type());
-    const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu();
+    const bool in_place = type == logits.scalar_type() && is_plain(objective) && logits.is_cpu() && !comes_from_float8;
     exponentials = in_place ? logits : at::empty({chunk_rows, v}, logits.options().dtype(type));
     if (objective.teacher_states_nh.defined()) {
       teacher_probabilities =
@@ -98,13 +100,21 @@ struct ChunkGradients {
 class ChunkPass {
  public:
   ChunkPass(const HeadObjective& objective, const RowLoss& loss, bool wants_gradient)
-      : objective_(objective), loss_(loss), wants_gradient_(wants_gradient) {}
+      : objective_(objective), loss_(loss), wants_gradient_(wants_gradient), head8_(float8_head(objective.head_vh)) {}
 
   // The chunk's loss; `gradients` are filled when wanted.
   at::Tensor run(int64_t begin, int64_t end, Buffers& buffers, ChunkGradients& gradients) const {
     const at::Tensor hidden = objective_.hidden_rh.detach().narrow(0, begin, end - begin);
-    at::Tensor logits = buffers.logits.narrow(0, 0, end - begin);
-    at::mm_out(logits, hidden, objective_.head_vh.detach().t());
+    at::Tensor logits;
+    if (head8_ != nullptr && wants_gradient_) {
+      logits = float8_logits(*head8_, hidden);
+    } else {
+      logits = buffers.logits.narrow(0, 0, end - begin);
+      at::mm_out(logits, hidden, objective_.head_vh.detach().t());
+    }
+    if (head8_ != nullptr && !wants_gradient_) {
+      compare_float8_head(*head8_, hidden, logits, objective_.labels_r.narrow(0, begin, end - begin));
+    }
     if (objective_.bias_rx.defined()) {
       logits.addmm_(objective_.bias_rx.detach().narrow(0, begin, end - begin), objective_.bias_table_vx.detach().t());
     }
@@ -332,7 +342,7 @@ class ChunkPass {
   // What follows the gradient of the logits.
   at::Tensor finish(const Differentiated& loss, const HeadRows& rows, const at::Tensor& grad_logits, ChunkGradients& gradients) const {
     const at::Tensor narrow_grad = grad_logits.to(objective_.head_vh.scalar_type());
-    gradients.hidden_rh = at::mm(narrow_grad, objective_.head_vh.detach());
+    gradients.hidden_rh = head8_ != nullptr ? float8_head_gradient(*head8_, narrow_grad) : at::mm(narrow_grad, objective_.head_vh.detach());
     if (objective_.bias_rx.defined()) {
       if (objective_.bias_rx.requires_grad()) {
         gradients.bias_rx = at::mm(narrow_grad, objective_.bias_table_vx.detach());
@@ -403,6 +413,7 @@ class ChunkPass {
   const HeadObjective& objective_;
   const RowLoss& loss_;
   bool wants_gradient_;
+  const Float8Head* head8_;   // null: the head in its own type
 };
 
 struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> {
@@ -414,7 +425,7 @@ struct HeadObjectiveFunction : torch::autograd::Function<HeadObjectiveFunction> 
     const int64_t rows = hidden_rh.size(0);
     const int64_t step = std::min(objective.chunk_rows, rows);
     const ChunkPass pass(objective, loss, wants_gradient);
-    Buffers buffers(objective, step);
+    Buffers buffers(objective, step, wants_gradient);
 
     at::Tensor total = at::zeros({}, hidden_rh.options().dtype(wide_type(hidden_rh.scalar_type())).requires_grad(false));
     constexpr size_t kFixed = 4;  // hidden, candidate table, bias, bias table

@@ -4,6 +4,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
+#include "core/kernels/float8_head.hpp"
 #include "core/kernels/ops.hpp"
 #include "core/train/ranks.hpp"
 #include "core/train/session.hpp"
@@ -35,7 +36,9 @@ auto guarded(const EngineContext& context, Body&& body) {
 
 class EngineLibrary final : public Engine {
  public:
-  const void* service(std::string_view id) override { return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : nullptr; }
+  const void* service(std::string_view id) override {
+    return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : id == kFloat8HeadsService ? static_cast<const void*>(&float8_heads()) : nullptr;
+  }
   std::vector<SizeLine> sizes(const EngineContext& context) override {
     return guarded(context, [&] {
       const Description description = algorithm_of(context).describe(model_facts(*context.plan));

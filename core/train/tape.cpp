@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "core/base/error.hpp"
+#include "core/kernels/float8_head.hpp"
 #include "core/kernels/magnitudes.hpp"
 #include "sf/error.hpp"
 
@@ -222,6 +223,10 @@ void TapeRunner::begin_evaluation(const StepInfo& step) {
 
 void TapeRunner::end_evaluation() {
   finish_evaluated();
+  if (const at::Tensor compared = take_float8_head_report(); compared.defined()) {
+    add_metric("fp8/head/argmax_agreement", compared[1], compared[0]);
+    add_metric("fp8/head/nll_difference", compared[2], compared[0]);
+  }
   sharding_.end_evaluation();
   phase_ = Phase::forward;
 }

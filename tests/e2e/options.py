@@ -190,6 +190,7 @@ OPTIONS_OF_FP8 = {
     "plugin.fp8.grad_weight": ("train", '"bf16"', *WITH_FP8),
     "plugin.fp8.skip": ("train", '["down_proj"]', *WITH_FP8),
     "plugin.fp8.emulate": ("train", "false", ENDS, *WITH_FP8),
+    "plugin.fp8.head": ("train", "true", *WITH_FP8),
     "plugin.fp8.gather": ("train", "true", ENDS, *WITH_FP8),
 }
 # What the other algorithms declare, from recipes of their own.

@@ -89,6 +89,25 @@ def an_evaluation_is_that_of_the_draft_as_it_is_exported():
     shutil.rmtree(work.path)
 
 
+def the_head_in_float8_is_an_option_of_its_own_and_evaluations_say_how_far_it_is():
+    for algorithm in ("dflash2", "dspark"):
+        work = captured(algorithm, steps=12)
+        head = ("--set", "plugin.fp8.head=true")
+        work.host("train", *SINGLE, "--set", 'run_id="without"')
+        work.host("train", *SINGLE, *head, "--set", 'run_id="with"')
+        without, found = curve(work, "without"), curve(work, "with")
+        assert without != found
+        for a, b in zip(without, found, strict=True):
+            assert abs(a - b) < 0.1 * a, (algorithm, a, b)
+        report = work.json("eval", *SINGLE, *head, "--set", 'run_id="with"')
+        assert 0.5 < report["metrics"]["fp8/head/argmax_agreement"] <= 1 and 0 < report["metrics"]["fp8/head/nll_difference"] < 0.5, report["metrics"]
+        assert work.json("eval", "--set", 'run_id="with"')["loss"] == report["loss"], "what is evaluated is the draft as it is served"
+        shutil.rmtree(work.path)
+    work = captured("eagle3")   # its head is trained
+    expect(work.host("train", *SINGLE, "--set", "plugin.fp8.head=true", code=3).stderr, "plugin/option-no-effect", "plugin.fp8.head")
+    shutil.rmtree(work.path)
+
+
 def refusals_say_why_and_what_to_do():
     work = captured(steps=2)
     for verb, *more in (["plan"], ["train"], ["bench"]):

@@ -3,9 +3,15 @@
 
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <cmath>
+#include <functional>
 #include <limits>
+
+#include "core/kernels/float8_head.hpp"
+#include "core/kernels/ops.hpp"
+#include "sf/error.hpp"
 
 using namespace sf;
 
@@ -139,8 +145,39 @@ TEST_CASE("float8: a product adds to what is given, in its type, and rows need n
   const at::Tensor found = float8_product({.a_rk = a8.rows(), .b_ck = b8.rows(), .add_to_rc = sum});
   CHECK(found.is_same(sum));
   CHECK(at::allclose(sum, alone + 1));
-  CHECK(float8_product({.a_rk = a8.rows(), .b_ck = b8.rows(), .add_to_rc = {}}).scalar_type() == at::kBFloat16);
+  CHECK((float8_product({.a_rk = a8.rows(), .b_ck = b8.rows(), .add_to_rc = {}}).scalar_type() == at::kBFloat16));
   CHECK_THROWS(float8_product({.a_rk = float8_encode({.x_rc = a, .format = Float8Format::e5m2, .amax = {}, .alarm = {}, .into = {}}).rows(),
                                .b_ck = float8_encode({.x_rc = b, .format = Float8Format::e5m2, .amax = {}, .alarm = {}, .into = {}}).rows(), .add_to_rc = {}}));
   CHECK_THROWS(float8_encode({.x_rc = random(16, 17, 1), .amax = {}, .alarm = {}, .into = {}}));
+}
+
+// Last in this file: from here on the process has the head in float8.
+TEST_CASE("float8 head: loss and gradient are about those without it, evaluations are the same and report how far it is") {
+  const at::Tensor head = random(64, 32, 12), labels = at::randint(0, 64, {24}, at::kLong);
+  const auto run = [&](bool records) {
+    at::AutoGradMode mode(records);
+    const at::Tensor hidden = random(24, 32, 13).requires_grad_(records);
+    const at::Tensor loss = cpu_ops().head_objective({.hidden_rh = hidden, .head_vh = head, .labels_r = labels, .must_include_r = {}, .chunk_rows = 10},
+                                                     [](const HeadRows& rows) { return rows.nll_r.sum(); });
+    return std::pair(loss.detach(), records ? torch::autograd::grad({loss}, {hidden})[0] : at::Tensor());
+  };
+  const auto [loss, gradient] = run(true);
+  const at::Tensor evaluated = run(false).first;
+  CHECK_FALSE(take_float8_head_report().defined());
+
+  float8_heads().use(/*emulate=*/true);
+  const auto [loss8, gradient8] = run(true);
+  CHECK(float8_heads().products() == 6);   // three chunks, two products each
+  CHECK(loss8.item<double>() != loss.item<double>());
+  CHECK(loss8.item<double>() == doctest::Approx(loss.item<double>()).epsilon(0.02));
+  CHECK((gradient8 - gradient).norm().item<double>() < 0.12 * gradient.norm().item<double>());
+  CHECK_FALSE(take_float8_head_report().defined());
+  CHECK(at::equal(run(false).first, evaluated));
+  const at::Tensor report = take_float8_head_report();
+  REQUIRE(report.defined());
+  CHECK(report[0].item<double>() == 24);
+  CHECK(report[1].item<double>() > 20);
+  CHECK(report[2].item<double>() > 0);
+  CHECK(report[2].item<double>() / 24 < 0.3);
+  CHECK_THROWS_WITH_AS((void)float8_head(random(60, 32, 14)), "plugin.fp8.head: the head is 60 x 32, expected multiples of 16", Error);
 }

@@ -69,14 +69,14 @@ TEST_CASE("fp8 manifest: defaults are silent under single and fsdp2, unknown nam
   CHECK(ids(judged({}, kSingle)) == "");
   CHECK(ids(judged({"plugin.fp8.scaling=\"row\"", "plugin.fp8.gradients=\"e4m3\"", "plugin.fp8.grad_input=\"bf16\"", "plugin.fp8.grad_weight=\"bf16\"",
                     "plugin.fp8.skip=[]", "plugin.fp8.emulate=true"})) == "");
-  CHECK(ids(judged({"plugin.fp8.scaling=\"column\""})) == "recipe/not-a-choice");
+  CHECK(ids(judged({"plugin.fp8.scaling=\"column\""})) == "recipe/bad-choice");
   CHECK(ids(judged({"plugin.fp8.recipe=\"tensorwise\""})) == "recipe/unknown-key");
 }
 
 TEST_CASE("fp8 manifest: fsdp1 is refused in plain words (B2)") {
   const Diagnostics found = judged({}, kFsdp1);
   CHECK(ids(found) == "B2");
-  CHECK(says(found, "error[B2] fsdp1 does not offer what fp8 needs, parameters that stay where they are; single and fsdp2 do\n"));
+  CHECK(says(found, "fsdp1 does not offer what fp8 needs, parameters that stay where they are; single and fsdp2 do\n"));
   CHECK(says(found, "fix:  backend.sharding = \"fsdp2\", or leave fp8 out of backend.transforms"));
 }
 

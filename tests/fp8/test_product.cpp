@@ -84,7 +84,7 @@ TEST_CASE("fp8 products: weight gradients add up, an unused product has none, an
   Two two({.skip = {}, .emulate = true}, at::kBFloat16);
   const auto once = [&] {
     const auto y = two.transform.linears(two.products, two.x);
-    CHECK(y[0].scalar_type() == at::kBFloat16);
+    CHECK((y[0].scalar_type() == at::kBFloat16));
     (void)torch::autograd::grad({y[0]}, {two.x}, {two.wanted_a});
   };
   once();

@@ -144,7 +144,8 @@ TEST_CASE("cuda: grouped_convolution") {
     int64_t b, blocks, block, taps, h, groups;
   };
   for (const Shape& shape : {Shape{2, 3, 4, 2, 64, 4}, Shape{1, 5, 3, 3, 24, 3}, Shape{1, 2, 2, 4, 8, 8}, Shape{2, 40, 16, 2, 4096, 256}, Shape{1, 3, 7, 1, 96, 6},
-                             Shape{1, 300, 5, 2, 40, 5}, Shape{1, 3, 2, 3, 512, 2}}) {
+                             Shape{1, 300, 5, 2, 40, 5}, Shape{1, 3, 2, 3, 512, 2},
+                             Shape{1, 9, 7, 2, 512, 128}, Shape{2, 5, 3, 2, 1024, 8}, Shape{1, 600, 1, 2, 512, 16}, Shape{1, 520, 4, 2, 512, 64}}) {
     const int64_t q = shape.blocks * shape.block;
     const at::Tensor deltas = random({shape.b, q, 2, shape.taps, shape.groups}), bases = random({2, shape.taps, shape.h});
     // One side of a projection: rows of coefficients lie apart.

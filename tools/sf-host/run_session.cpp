@@ -152,22 +152,6 @@ bool RunSession::plan(bool will_run) {
   if (!resolution_->plan) {
     return refuse(resolution_->problems, resolution_->code);
   }
-  Diagnostics unused;
-  for (const StackMember& member : resolution_->stack.members) {
-    if (member.file != nullptr && member.slot != "algorithm" && member.slot != "sharding" && member.slot != "checkpoint" && member.slot != "tracker") {
-      unused.error(
-          {.id = "plugin/no-place",
-           .message = format("the engine of this version has no place for plugins of kind {} yet: \"{}\"",
-                             member.slot, member.name),
-           .place = {},
-           .file = member.file->describe(),
-           .why = "it would be created and never called, and what it was asked for would be lost in silence",
-           .fix = format("take it out of {}", member.key)});
-    }
-  }
-  if (unused.has_errors()) {
-    return refuse(unused, ExitCode::kPlugin);
-  }
   return true;
 }
 

@@ -21,7 +21,7 @@ std::string full_name(const LinearSpec& spec) { return spec.unit + "." + spec.na
 
 std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
   taken_.clear();
-  skipped_ = 0;
+  int64_t skipped = 0;
   place_.assign(linears.size(), -1);
   std::vector<bool> is_used(options_.skip.size(), false);
   std::string passed;   // why the others were not
@@ -37,7 +37,7 @@ std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
       }
     }
     if (is_skipped) {
-      ++skipped_;
+      ++skipped;
     } else if (spec.inputs % kMultiple != 0 || spec.outputs % kMultiple != 0) {
       passed += (passed.empty() ? "" : ", ") + full_name(spec) + " is " + std::to_string(spec.outputs) + " x " + std::to_string(spec.inputs);
     } else {
@@ -54,7 +54,7 @@ std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
   if (taken_.empty()) {
     throw Error(ExitCode::kUsage,
                 "[F5] fp8 has nothing to do: no trainable linear of the draft's blocks has two dimensions that are multiples of 16" +
-                    (passed.empty() ? std::string(skipped_ > 0 ? ", or plugin.fp8.skip names them all" : "") : " (" + passed + ")"),
+                    (passed.empty() ? std::string(skipped > 0 ? ", or plugin.fp8.skip names them all" : "") : " (" + passed + ")"),
                 "leave fp8 out of backend.transforms, or change the draft's sizes");
   }
   std::vector<bool> flags;
@@ -66,7 +66,7 @@ std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
 
 TransformMemory Fp8::memory() const {
   TransformMemory memory;
-  const int64_t layouts = options_.grad_input_fp8 ? 2 : 1;
+  const int64_t layouts = keeps_both() ? 2 : 1;
   for (const Linear& linear : taken_) {
     memory.weights += layouts * linear.spec.inputs * linear.spec.outputs;
   }
@@ -86,9 +86,9 @@ void Fp8::build(at::Device device, at::ScalarType, Ops& ops) {
     const bool by_row = options_.scaling == Float8Scaling::row;
     linear.weight.values_rc = at::empty({o, n}, narrow);
     linear.weight.inverse_scale = by_row ? at::ones({o, 1}, wide) : at::ones({}, wide);
-    if (options_.grad_input_fp8) {
+    if (keeps_both()) {
       linear.weight.values_cr = at::empty({n, o}, narrow);
-      linear.weight.inverse_scale_c = by_row ? at::ones({n, 1}, wide) : linear.weight.inverse_scale;
+      linear.weight.inverse_scale_c = at::ones({n, 1}, wide);
     }
     for (int64_t alarm = 0; alarm < kAlarms; ++alarm) {
       linear.alarms.push_back(alarms_[static_cast<int64_t>(i)][alarm]);
@@ -109,7 +109,7 @@ Float8Encode Fp8::encoding(const Linear& linear, const at::Tensor& weight_oi) co
           .scaling = options_.scaling,
           .amax = {},
           .rows = true,
-          .columns = options_.grad_input_fp8,
+          .columns = keeps_both(),
           .alarm = linear.alarms[kWeight],
           .into = linear.weight};
 }
@@ -122,7 +122,24 @@ void Fp8::encode_weights(int64_t unit, const std::vector<at::Tensor>& whole) {
   }
 }
 
+Float8Operand Fp8::transposed_weight(int64_t number) const {
+  const Float8Matrix& weight = linear(number).weight;
+  if (weight.values_cr.defined()) {
+    return weight.columns();
+  }
+  const at::Tensor values_io = at::empty({weight.values_rc.size(1), weight.values_rc.size(0)}, weight.values_rc.options());
+  ops_->float8_transpose(weight.values_rc, values_io);
+  return {values_io, weight.inverse_scale};
+}
+
 std::vector<at::Tensor> Fp8::linears(const std::vector<LinearProduct>& products, const at::Tensor& x) { return products_of(*this, products, x); }
+
+at::Tensor Fp8::alarms() {
+  if (on_window_) {
+    on_window_();
+  }
+  return alarms_;
+}
 
 // What comes first on a tape made everything behind it not finite, too: of inputs the first linear, of gradients the last.
 std::string Fp8::alarm_text(const std::vector<double>& flags) const {
@@ -189,9 +206,7 @@ void Fp8::decode(int64_t unit, int64_t parameter, int64_t row_begin, const at::T
 }
 
 void Fp8::decoded(int64_t unit, int64_t parameter) {
-  Linear& linear = at(unit, parameter);
-  ops_->float8_transpose(linear.weight.values_rc, linear.weight.values_cr);
-  linear.is_gathered = true;
+  at(unit, parameter).is_gathered = true;
 }
 
 }  // namespace sf::fp8

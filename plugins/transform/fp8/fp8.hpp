@@ -1,7 +1,7 @@
 // plugins/transform/fp8: linear products of a draft's blocks in float8. Activations and weights are e4m3, output gradients e5m2 or e4m3; sums are float32.
 //
-// fp8.hpp: which linears, their weights in both layouts (encoded once in a window, at fixed addresses), the codec of their gather, and what is told when a
-// number is not finite. product.hpp has the products.
+// fp8.hpp: which linears, their weights (encoded once in a window, at fixed addresses), the codec of their gather, and what is told when a number is not
+// finite. product.hpp has the products.
 //
 // Shapes: r rows · i input columns · o output columns
 #pragma once
@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -32,7 +33,7 @@ enum Alarm : int64_t { kInput, kOutputGradient, kWeight, kAlarms };
 /// A linear that was taken over.
 struct Linear {
   LinearSpec spec;
-  Float8Matrix weight;               // [o, i] and [i, o], e4m3
+  Float8Matrix weight;               // e4m3 [o, i]; with scales by row [i, o] as well, whose scales are others
   std::vector<at::Tensor> alarms;    // kAlarms elements of Fp8::alarms()
   bool is_gathered = false;          // in this window: the weight came encoded
 };
@@ -49,14 +50,18 @@ class Fp8 final : public Transform, private GatherCodec {
   void begin_window() override;
   void encode_weights(int64_t unit, const std::vector<at::Tensor>& whole) override;
   std::vector<at::Tensor> linears(const std::vector<LinearProduct>& products, const at::Tensor& x) override;
-  at::Tensor alarms() override { return alarms_; }
+  at::Tensor alarms() override;
   std::string alarm_text(const std::vector<double>& flags) const override;
 
+  /// Called at the end of each window.
+  void on_window(std::function<void()> listener) { on_window_ = std::move(listener); }
   [[nodiscard]] const Fp8Options& options() const { return options_; }
   [[nodiscard]] Ops& ops() const { return *ops_; }
   /// By the number that take_over was given.
   [[nodiscard]] const Linear& linear(int64_t number) const { return taken_[static_cast<size_t>(place_[static_cast<size_t>(number)])]; }
-  [[nodiscard]] int64_t skipped() const { return skipped_; }
+  /// The weight's transposed copy for the gradient of an input. Made when it is asked for where the scale is one: a byte for each element of every weight
+  /// at all times would be more memory than float8 activations save.
+  [[nodiscard]] Float8Operand transposed_weight(int64_t number) const;
 
  private:
   bool carries(int64_t unit, int64_t parameter) const override { return options_.gather && find(unit, parameter) != nullptr; }
@@ -70,12 +75,13 @@ class Fp8 final : public Transform, private GatherCodec {
   const Linear* find(int64_t unit, int64_t parameter) const;
   Linear& at(int64_t unit, int64_t parameter);
   Float8Encode encoding(const Linear& linear, const at::Tensor& weight_oi) const;
+  bool keeps_both() const { return options_.grad_input_fp8 && options_.scaling == Float8Scaling::row; }
 
   Fp8Options options_;
+  std::function<void()> on_window_;
   Ops* ops_ = nullptr;
   std::vector<Linear> taken_;
   std::vector<int64_t> place_;           // in taken_, of each linear; -1: not taken over
-  int64_t skipped_ = 0;
   at::Tensor alarms_;                    // float32 [taken, kAlarms]
   at::Tensor magnitudes_;                // float32 [taken], of the window, over all ranks
 };

@@ -2,13 +2,20 @@
 #include <string_view>
 
 #include "plugins/transform/fp8/fp8.hpp"
+#include "sf/float8_head.hpp"
 #include "sf/plugin.hpp"
 
 namespace {
 
 class Fp8Plugin final {
  public:
-  Fp8Plugin(const sf::Host&, const sf::Options& options) : fp8_(read(options)) {}
+  Fp8Plugin(const sf::Host& host, const sf::Options& options) : fp8_(read(options)) {
+    if (options.get<bool>("head")) {
+      auto& heads = host.get_service<sf::Float8Heads>(sf::kFloat8HeadsService);
+      heads.use(options.get<bool>("emulate"));
+      fp8_.on_window([options, &heads] { options.report_effect("head", heads.products() > 0 ? 1 : 0); });
+    }
+  }
 
   const void* get_interface(std::string_view id) { return id == sf::kTransformInterface ? static_cast<sf::Transform*>(&fp8_) : nullptr; }
 

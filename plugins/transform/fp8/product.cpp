@@ -82,7 +82,7 @@ struct Product : torch::autograd::Function<Product> {
       }
       const LinearProduct& product = call->products[p];
       const Linear& linear = fp8.linear(product.linear);
-      const at::Tensor grad_ro = gradients[p].reshape({-1, linear.spec.outputs}).contiguous();
+      at::Tensor grad_ro = gradients[p].reshape({-1, linear.spec.outputs}).contiguous();
       const bool rows = wants_x && options.grad_input_fp8, columns = product.weight_sink != nullptr && options.grad_weight_fp8;
       Float8Matrix encoded;
       if (rows || columns) {
@@ -95,15 +95,13 @@ struct Product : torch::autograd::Function<Product> {
                                            .alarm = linear.alarms[kOutputGradient],
                                            .into = {}});
       }
-      if (rows) {
-        grad_x = fp8.ops().float8_product({.a_rk = encoded.rows(),
-                                           .b_ck = linear.weight.columns(),
-                                           .type = call->type,
-                                           .add_to_rc = grad_x,
-                                           .fast_accumulation = false,
-                                           .emulate = options.emulate});
-      } else if (wants_x) {
-        grad_x = grad_x.defined() ? grad_x.addmm_(grad_ro, saved[kWeights + p]) : at::mm(grad_ro, saved[kWeights + p]);
+      if (product.bias_sink != nullptr) {
+        product.bias_sink->buffer.add_(grad_ro.sum(0, false, product.bias_sink->buffer.scalar_type()));
+        product.bias_sink->touch();
+      }
+      gradients[p] = at::Tensor();
+      if ((rows || !wants_x) && (columns || product.weight_sink == nullptr)) {
+        grad_ro = at::Tensor();   // its memory serves the products
       }
       if (columns) {
         (void)fp8.ops().float8_product({.a_rk = encoded.columns(),
@@ -112,15 +110,22 @@ struct Product : torch::autograd::Function<Product> {
                                         .add_to_rc = product.weight_sink->buffer,
                                         .fast_accumulation = false,
                                         .emulate = options.emulate});
+        encoded.values_cr = at::Tensor();
       } else if (product.weight_sink != nullptr) {
         fp8.ops().add_weight_gradient(product.weight_sink->buffer, grad_ro, saved[kX]);
       }
       if (product.weight_sink != nullptr) {
         product.weight_sink->touch();
       }
-      if (product.bias_sink != nullptr) {
-        product.bias_sink->buffer.add_(grad_ro.sum(0, false, product.bias_sink->buffer.scalar_type()));
-        product.bias_sink->touch();
+      if (rows) {
+        grad_x = fp8.ops().float8_product({.a_rk = encoded.rows(),
+                                           .b_ck = fp8.transposed_weight(product.linear),
+                                           .type = call->type,
+                                           .add_to_rc = grad_x,
+                                           .fast_accumulation = false,
+                                           .emulate = options.emulate});
+      } else if (wants_x) {
+        grad_x = grad_x.defined() ? grad_x.addmm_(grad_ro, saved[kWeights + p]) : at::mm(grad_ro, saved[kWeights + p]);
       }
     }
     return {grad_x.defined() ? grad_x.view(call->x_sizes) : grad_x, at::Tensor(), at::Tensor(), at::Tensor()};
