@@ -67,6 +67,24 @@ __device__ inline void store(T* to, const float (&in)[N]) {
   *reinterpret_cast<Vector<T, N>*>(to) = v;
 }
 
+__device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+// Copies without waiting; zeros when the source is not `valid` (it must still be an address).
+template <int Bytes>
+__device__ inline void copy_async(uint32_t to, const void* from, bool valid) {
+  const int bytes = valid ? Bytes : 0;
+  if constexpr (Bytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(Bytes), "r"(bytes) : "memory");
+  }
+}
+__device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Left>
+__device__ inline void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
+
 template <int Width = 32>
 __device__ inline float warp_sum(float x) {
 #pragma unroll

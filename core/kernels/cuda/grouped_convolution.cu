@@ -208,6 +208,140 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(GroupedConvolution a
   }
 }
 
+// Backward of two taps where a block's threads fill whole rows: rows travel through shared memory, three batches deep, each thread copying what it alone reads, so that registers do
+// not bound what is in flight. The two sums over a group share their shuffles.
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) two_tap_backward_kernel(GroupedConvolution a) {
+  constexpr int kStages = 3;
+  __shared__ Vector<T, N> rows[kStages][kAtOnce][2][kThreads];
+  const int h = static_cast<int>(a.h), j = static_cast<int>(a.block_size), groups = static_cast<int>(a.groups);
+  const int c = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) * N;
+  const int group_size = h / groups, lanes = group_size / N, group = c / group_size, in_group = c % group_size / N;
+  const T* x = static_cast<const T*>(a.x_rh) + c;
+  const T* g = static_cast<const T*>(a.grad_y_rh) + c;
+  const T* delta = static_cast<const T*>(a.delta_rtc) + group;
+  T* grad_x = static_cast<T*>(a.grad_x_rh) + c;
+  T* grad_delta = static_cast<T*>(a.grad_delta_rtc) + group;
+  const int64_t blocks = a.rows / j;
+  const int batches = (j + kAtOnce - 1) / kAtOnce;
+
+  struct Place {  // of a batch: rows last, last - 1, ... of a block
+    int64_t block;
+    int last;
+  };
+  const auto next = [&](Place& at) {
+    at.last -= kAtOnce;
+    if (at.last < 0) {
+      at = {at.block + gridDim.y, j - 1};
+    }
+  };
+  const auto fetch = [&](const Place& at, int stage) {
+    if (at.block < blocks) {
+      const int64_t from = (at.block * j + at.last) * h;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (at.last - k >= 0) {
+          copy_async<sizeof(Vector<T, N>)>(shared_address(&rows[stage][k][0][threadIdx.x]), x + from - static_cast<int64_t>(k) * h, true);
+          copy_async<sizeof(Vector<T, N>)>(shared_address(&rows[stage][k][1][threadIdx.x]), g + from - static_cast<int64_t>(k) * h, true);
+        }
+      }
+    }
+    copies_commit();
+  };
+  T coefficients[kAtOnce][2];  // of row i for tap 0, of row i + 1 for tap 1
+  const auto read_coefficients = [&](const Place& at) {
+    if (at.block < blocks) {
+      const T* from = delta + (at.block * j + at.last) * a.delta_row_stride;
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (at.last - k >= 0) {
+          coefficients[k][0] = from[-k * a.delta_row_stride];
+          if (at.last - k + 1 < j) {
+            coefficients[k][1] = from[(1 - k) * a.delta_row_stride + groups];
+          }
+        }
+      }
+    }
+  };
+
+  float base[2][N], base_sum[2][N] = {}, ahead[N] = {};
+  load(base[0], static_cast<const T*>(a.base_th) + c);
+  load(base[1], static_cast<const T*>(a.base_th) + h + c);
+  uint32_t most = 0;
+  Place at{blockIdx.y, j - 1}, coming = at;
+  for (int i = 0; i < kStages - 1; ++i) {
+    fetch(coming, i);
+    next(coming);
+  }
+  read_coefficients(at);
+  const int mine = blockIdx.y < blocks ? static_cast<int>((blocks - 1 - blockIdx.y) / gridDim.y + 1) * batches : 0;
+  for (int batch = 0, stage = 0; batch < mine; ++batch, stage = stage + 1 == kStages ? 0 : stage + 1) {
+    fetch(coming, stage == 0 ? kStages - 1 : stage - 1);
+    next(coming);
+    float tap[kAtOnce][2];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      tap[k][0] = to_float(coefficients[k][0]);
+      tap[k][1] = to_float(coefficients[k][1]);
+    }
+    const Place here = at;
+    next(at);
+    read_coefficients(at);
+    copies_wait<kStages - 1>();
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int i = here.last - k;
+      if (i < 0) {
+        break;
+      }
+      const int64_t row = here.block * j + i;
+      const bool is_last = i + 1 == j;
+      float value[N], gradient[N], sum[N], dots[2] = {};
+      load(value, &rows[stage][k][0][threadIdx.x].at[0]);
+      load(gradient, &rows[stage][k][1][threadIdx.x].at[0]);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        const float behind = is_last ? 0.0f : ahead[n];
+        const float first = gradient[n] * value[n], second = behind * value[n];
+        dots[0] += first;
+        dots[1] += second;
+        base_sum[0][n] += first;
+        base_sum[1][n] += second;
+        sum[n] = (base[0][n] + tap[k][0]) * gradient[n] + (is_last ? 0.0f : (base[1][n] + tap[k][1]) * behind);
+        ahead[n] = gradient[n];
+      }
+      store(grad_x + row * h, sum);
+      note(most, sum);
+      T* const to = grad_delta + row * 2 * groups;  // this row's tap 0; the next row's tap 1 lies 3 * groups behind
+      if (lanes == 1) {
+        to[0] = from_float<T>(dots[0]);
+        if (!is_last) {
+          to[3 * groups] = from_float<T>(dots[1]);
+        }
+      } else {  // even lanes go on with the first sum, odd ones with the second
+        const bool is_odd = threadIdx.x % 2 != 0;
+        float dot = (is_odd ? dots[1] : dots[0]) + __shfl_xor_sync(0xffffffffu, is_odd ? dots[0] : dots[1], 1);
+        for (int step = 2; step < lanes; step *= 2) {
+          dot += __shfl_xor_sync(0xffffffffu, dot, step);
+        }
+        if (in_group == 0) {
+          to[0] = from_float<T>(dot);
+        } else if (in_group == 1 && !is_last) {
+          to[3 * groups] = from_float<T>(dot);
+        }
+      }
+      if (i == 0 && in_group == 0) {
+        to[groups] = from_float<T>(0.0f);  // the tap lies before the block
+      }
+    }
+  }
+  copies_wait<0>();
+  warp_amax_of<T>(most, a.amax);
+  float* const partial = a.partial_pth + static_cast<int64_t>(blockIdx.y) * 2 * h + c;
+  store(partial, base_sum[0]);
+  store(partial + h, base_sum[1]);
+}
+
 template <class T, int N>
 Error forward(const GroupedConvolution& a, cudaStream_t stream) {
   const int64_t columns = (a.h / N + kThreads - 1) / kThreads;
@@ -235,14 +369,20 @@ Error forward(const GroupedConvolution& a, cudaStream_t stream) {
 }
 
 template <class T, int N>
+auto backward_kernel_for(const GroupedConvolution& a) -> void (*)(GroupedConvolution) {
+  if constexpr (N > 1) {
+    if (a.taps == 2 && a.h % (kThreads * N) == 0) {
+      return two_tap_backward_kernel<T, N>;
+    }
+  }
+  return a.taps <= 2 ? backward_kernel<T, N, 2> : backward_kernel<T, N, kMostTaps>;
+}
+
+template <class T, int N>
 Error backward(const GroupedConvolution& a, cudaStream_t stream) {
   const int64_t columns = (a.h / N + kThreads - 1) / kThreads, partials = convolution_partials(a.rows / a.block_size);
   const dim3 grid(static_cast<unsigned>(columns), static_cast<unsigned>(partials));
-  if (a.taps <= 2) {
-    backward_kernel<T, N, 2><<<grid, kThreads, 0, stream>>>(a);
-  } else {
-    backward_kernel<T, N, kMostTaps><<<grid, kThreads, 0, stream>>>(a);
-  }
+  backward_kernel_for<T, N>(a)<<<grid, kThreads, 0, stream>>>(a);
   if (Error error = last_error()) {
     return error;
   }

@@ -317,7 +317,7 @@ struct Launchers {
 // Rows of the workspaces above: numbers of partial sums, from shapes alone.
 constexpr int64_t rms_norm_partials(int64_t r) { return r < 528 ? r : 528; }
 constexpr int64_t head_norm_partials(int64_t rows) { return rows < 1056 ? rows : 1056; }
-constexpr int64_t convolution_partials(int64_t blocks) { return blocks < 396 ? blocks : 396; }
+constexpr int64_t convolution_partials(int64_t blocks) { return blocks < 512 ? blocks : 512; }
 constexpr int64_t attention_splits() { return 2; }
 constexpr int64_t kSegmentRows = 64;
 constexpr int64_t kHeadCandidates = 32;
