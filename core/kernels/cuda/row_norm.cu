@@ -1,5 +1,5 @@
 // RMS norm of rows, alone or after a residual sum. Forward reads and writes each row once (the second look at a row hits the cache); backward reads
-// row and gradient once. The weight's gradient is summed per block in shared memory, then over blocks.
+// row and gradient once where a row fits a block, twice where not. The weight's gradient is summed per block, then over blocks.
 #include "core/kernels/cuda/device.cuh"
 
 namespace sf::cuda {
@@ -74,17 +74,13 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
     const T* g = static_cast<const T*>(a.grad_y_rh) + row * a.h;
     const float inverse = a.inverse_r[row];
     float along = 0;
-    float vx[N], vg[N], vw[N], vs[N];  // a row that fits the block is read once
+    float vx[N], vg[N], vw[N], vs[N];
     const auto read = [&](int64_t c) {
       load(vx, x + c);
       load(vg, g + c);
       load(vw, weight + c);
     };
     const auto column = [&](int k) { return (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N; };
-    const bool stays = rounds == 1 && column(0) < a.h;
-    if (stays && a.grad_sum_rh != nullptr) {
-      load(vs, static_cast<const T*>(a.grad_sum_rh) + row * a.h + column(0));
-    }
     for (int k = 0; k < rounds; ++k) {
       if (column(k) < a.h) {
         read(column(k));
@@ -102,11 +98,9 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
     for (int k = 0; k < rounds; ++k) {
       const int64_t c = column(k);
       if (c < a.h) {
-        if (!stays) {
-          read(c);
-          if (a.grad_sum_rh != nullptr) {
-            load(vs, static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
-          }
+        read(c);
+        if (a.grad_sum_rh != nullptr) {
+          load(vs, static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
         }
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -131,6 +125,75 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
           partial[c + i] = sums[(k * N + i) * blockDim.x + threadIdx.x];
         }
       }
+    }
+  }
+}
+
+// The same where a row fits the block: a thread keeps its columns' weights and sums in registers, and the next row is on its way while this one is summed.
+template <class T, int N, bool kWeight>
+__global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNormBackward a) {
+  __shared__ float scratch[32];
+  const int64_t c = static_cast<int64_t>(threadIdx.x) * N;
+  const bool inside = c < a.h, adds = a.grad_sum_rh != nullptr;
+  float weight_sum[N] = {};
+  Vector<T, N> weight{};
+  if (inside) {
+    weight = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.weight_h) + c);
+  }
+  Vector<T, N> next_x{}, next_g{}, next_s{};
+  float next_inverse = 0;
+  const auto fetch = [&](int64_t row) {
+    if (row < a.r) {
+      next_inverse = a.inverse_r[row];
+      if (inside) {
+        const int64_t from = row * a.h + c;
+        next_x = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.x_rh) + from);
+        next_g = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.grad_y_rh) + from);
+        if (adds) {
+          next_s = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.grad_sum_rh) + from);
+        }
+      }
+    }
+  };
+  fetch(blockIdx.x);
+  uint32_t most = 0;
+  for (int64_t row = blockIdx.x; row < a.r; row += gridDim.x) {
+    const float inverse = next_inverse;
+    const Vector<T, N> added = next_s;
+    float unit[N], gradient[N], along = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      unit[i] = to_float(next_x.at[i]) * inverse;
+      gradient[i] = to_float(next_g.at[i]);
+    }
+    fetch(row + gridDim.x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (kWeight) {
+        weight_sum[i] += gradient[i] * unit[i];
+      }
+      gradient[i] *= to_float(weight.at[i]);
+      along += gradient[i] * unit[i];
+    }
+    along = block_sum(along, scratch) / static_cast<float>(a.h);
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        gradient[i] = (gradient[i] - unit[i] * along) * inverse;
+        if (adds) {
+          gradient[i] += to_float(added.at[i]);
+        }
+      }
+      store(static_cast<T*>(a.grad_x_rh) + row * a.h + c, gradient);
+      note(most, gradient);
+    }
+  }
+  warp_amax_of<T>(most, a.amax);
+  if (kWeight && inside) {
+    float* partial = a.partial_ph + static_cast<int64_t>(blockIdx.x) * a.h + c;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      partial[i] = weight_sum[i];
     }
   }
 }
@@ -172,17 +235,23 @@ template <class T, int N>
 Error backward(const RmsNormBackward& a, cudaStream_t stream) {
   const int threads = threads_for(a.h, N);
   const auto grid = static_cast<unsigned>(rms_norm_partials(a.r));
-  if (a.grad_weight_h == nullptr) {
+  const bool wants_weight = a.grad_weight_h != nullptr;
+  if (a.h <= static_cast<int64_t>(threads) * N) {
+    (wants_weight ? one_round_backward_kernel<T, N, true> : one_round_backward_kernel<T, N, false>)<<<grid, threads, 0, stream>>>(a);
+  } else if (!wants_weight) {
     backward_kernel<T, N, false><<<static_cast<unsigned>(a.r), threads, 0, stream>>>(a);
-    return last_error();
+  } else {
+    const size_t bytes = static_cast<size_t>((a.h + threads * N - 1) / (threads * N)) * N * threads * sizeof(float);
+    if (Error error = allow_shared(backward_kernel<T, N, true>, bytes)) {
+      return error;
+    }
+    backward_kernel<T, N, true><<<grid, threads, bytes, stream>>>(a);
   }
-  const size_t bytes = static_cast<size_t>((a.h + threads * N - 1) / (threads * N)) * N * threads * sizeof(float);
-  if (Error error = allow_shared(backward_kernel<T, N, true>, bytes)) {
-    return error;
-  }
-  backward_kernel<T, N, true><<<grid, threads, bytes, stream>>>(a);
   if (Error error = last_error()) {
     return error;
+  }
+  if (!wants_weight) {
+    return nullptr;
   }
   return sum_partials(a.type, a.partial_ph, grid, a.h, a.grad_weight_h, stream);
 }
