@@ -11,7 +11,7 @@ constexpr ExitCode kUsage = ExitCode::kUsage;
 constexpr ExitCode kPlugin = ExitCode::kPlugin;
 
 // clang-format off
-constexpr std::array<ProblemKind, 57> kProblems = {{
+constexpr std::array<ProblemKind, 56> kProblems = {{
     {"recipe/not-readable", kUsage, "the recipe or its base can't be read"},
     {"recipe/syntax", kUsage, "the recipe is not valid TOML"},
     {"recipe/include-cycle", kUsage, "a recipe includes itself, directly or through others"},
@@ -46,7 +46,6 @@ constexpr std::array<ProblemKind, 57> kProblems = {{
     {"plugin/sanitizer", kPlugin, "compiled with or without a sanitizer, unlike the host"},
     {"plugin/cuda-major", kPlugin, "compiled with another major version of CUDA"},
     {"plugin/wrong-kind", kPlugin, "the plugin is of another kind than its place in the recipe"},
-    {"plugin/no-place", kPlugin, "the engine of this version does not use plugins of this kind yet"},
     {"plugin/twice", kPlugin, "the stack names a plugin twice"},
     {"plugin/backend-slot", kPlugin, "--backend names two plugins of one kind, or one that has no place there"},
     {"plugin/bad-manifest", kPlugin, "the plugin's manifest has mistakes"},

@@ -117,9 +117,6 @@ TEST_CASE("sf-host: a refused plan says why on stderr, as JSON on stdout with --
       run_host("plan " + kRecipes + "good.toml --set model.target_model_path=/nonexistent" + kPlugins).code ==
       4);
   CHECK(run_host("plan " + kRecipes + "good.toml --plugin-path relative").code == 3);
-  Answer no_place = run_host("train " + kRecipes + "good.toml --backend fake_sharding+fake_transform+fake_ok" + kPlugins);
-  CHECK(no_place.code == 3);
-  CHECK(no_place.out.find("error[plugin/no-place]") == 0);
 }
 
 TEST_CASE("sf-host: plugins lists what fits and what does not, and all about one") {
