@@ -1,4 +1,4 @@
-"""sf-host prepare and doctor data from outside: counts that add up, stop and go on, what must not be half-written, the page. About 20 s."""
+"""sf-host prepare and doctor data from outside: counts that add up, stop and go on, what must not be half-written, the page. About 60 s."""
 import json
 import os
 import random

@@ -95,7 +95,7 @@ void print(const char* name, const Json& report) {
   const RowCounts counts = RowCounts::from_json(report);
   if (counts.skipped_rows() > 0) std::printf("\n  skipped %lld rows%s", static_cast<long long>(counts.skipped_rows()), counts.table().c_str());
   if (counts.cut > 0) std::printf("\n  cut to data.max_length: %lld", static_cast<long long>(counts.cut));
-  for (const auto& [note, count] : counts.notes) std::printf("\n  %s: %lld", note.c_str(), static_cast<long long>(count));
+  for (const auto& [note, count] : counts.notes) std::printf("\n  %lld kept with the note %s", static_cast<long long>(count), note.c_str());
   std::printf("\n");
 }
 
