@@ -545,10 +545,10 @@ class Renderer:
 
 # ---- tokens
 
-# Places where a text is cut: before a blank that follows anything but white space, and between a Latin letter and punctuation or a new line, the apostrophe apart.
-CUT = re.compile(r"(?<=\S)(?= )|(?<=[A-Za-z])(?=[!-&(-/:-@\[-`{-~\n])")
+# Places where a text is cut: before a blank that follows anything but white space or has a Latin letter behind it, and between a Latin letter and punctuation or a new line, the apostrophe apart.
+CUT = re.compile(r"(?= [A-Za-z])|(?<=\S)(?= )|(?<=[A-Za-z])(?=[!-&(-/:-@\[-`{-~\n])")
 # What the ways to split a text may consist of so that this changes nothing: none of these matches goes on over such a place, as a blank is either the first of its
-# match or has only white space before it, and none looks behind itself. GPT-2's, Llama 3's, Qwen's, o200k's and DeepSeek's splits are made of them.
+# match or has only white space before it (of which the last blank is left to what follows), and none looks behind itself. GPT-2's, Llama 3's, Qwen's, o200k's and DeepSeek's splits are made of them.
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 CUTTABLE = {*_CONTRACTIONS.split("|"), f"(?i:{_CONTRACTIONS})", f"(?:{_CONTRACTIONS})", "'(?i:[sdmt]|ll|ve|re)", r" ?\p{L}+", r" ?\p{N}+", r"\p{N}", r"\p{N}{1,3}",
@@ -768,6 +768,7 @@ class TextWorker:
             only_apart = len(apart) == len(self.tokenizer.get_added_tokens_decoder())
             if only_apart and can_be_cut(description):
                 letters = [self.encode_apart(text).ids for text in ("a", " a")]
+                self.trimmed = self.encode_apart("a a").offsets[-1][0] - 1  # 1 for a tokenizer that leaves blanks out of its offsets
                 if all(len(ids) == 1 for ids in letters):
                     self.chunks, self.heads, self.encodings, self.letters = {}, {}, {}, {ids[0] for ids in letters}
         special_tokens = special_texts_of(config, fallback)
@@ -950,8 +951,7 @@ class TextWorker:
         self.make_room(self.chunks)
         place, first = 1, 1
         for k, text in zip(unknown, texts):
-            # Only a text's last part may end with blanks, which some tokenizers leave out of their offsets.
-            last = bisect.bisect_left(begins, place + len(text), first) if k != unknown[-1] else len(ids)
+            last = bisect.bisect_left(begins, place + len(text) + self.trimmed, first) if k != unknown[-1] else len(ids)
             if ids[first - 1] not in self.letters or begins[first] < place:
                 raise AssertionError(f"this tokenizer does not part {text!r} from what stands before it")
             found[k] = ids[first:last].tobytes()

@@ -196,7 +196,7 @@ class Cuts(unittest.TestCase):
                                                                              + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
                 worker.tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims, add_prefix_space=False)
                 self.assertTrue(text_worker.can_be_cut(json.loads(worker.tokenizer.to_str())))
-                worker.chunks, worker.heads, worker.encodings = {}, {}, {}
+                worker.chunks, worker.heads, worker.encodings, worker.trimmed = {}, {}, {}, int(trims)
                 for _ in range(150):
                     text = "".join(draw.choice(self.LETTERS) for _ in range(draw.randint(1, 60)))
                     ids, places = worker.encode_piece(text)
