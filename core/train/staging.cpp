@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "core/base/error.hpp"
@@ -112,10 +113,14 @@ void Staging::take(std::vector<at::Tensor> tensors) {
   if (!size_.is_whole) {
     return;
   }
+  is_under_way_ = true;
   if (!copies_) {
-    for (const Piece& piece : pieces_) {
-      copy(piece);
-    }
+    host_held_seconds_ = 0;
+    host_copies_ = std::async(std::launch::async, [this] {
+      for (const Piece& piece : pieces_) {
+        copy(piece);
+      }
+    });
     return;
   }
   // Behind the step that was enqueued before, and before anything that changes the tensors: hold_updates.
@@ -127,7 +132,6 @@ void Staging::take(std::vector<at::Tensor> tensors) {
     copy(piece);
   }
   arrived_->record(*copies_);
-  is_under_way_ = true;
 }
 
 void Staging::hold_updates() {
@@ -135,6 +139,12 @@ void Staging::hold_updates() {
     return;
   }
   is_under_way_ = false;
+  if (!copies_) {
+    const auto start = std::chrono::steady_clock::now();
+    host_copies_.wait();
+    host_held_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return;
+  }
   const c10::Stream current = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   held_from_->record(current);
   arrived_->block(current);
@@ -143,10 +153,18 @@ void Staging::hold_updates() {
 }
 
 double Staging::held_seconds() const {
+  if (!copies_) {
+    return host_held_seconds_;
+  }
   return was_held_ && held_to_->query() ? held_from_->elapsedTime(*held_to_) * 1e-3 : 0.0;
 }
 
-bool Staging::is_ready() { return !copies_ || !size_.is_whole || arrived_->query(); }
+bool Staging::is_ready() {
+  if (!size_.is_whole) {
+    return true;
+  }
+  return copies_ ? arrived_->query() : host_copies_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
 
 void Staging::wait_for_slot(int64_t slot) {
   std::unique_lock lock(mutex_);
@@ -155,8 +173,8 @@ void Staging::wait_for_slot(int64_t slot) {
 
 void Staging::hand_over(const std::function<void(TensorPiece)>& put) {
   at::NoGradGuard no_grad;
-  if (size_.is_whole && copies_) {
-    arrived_->synchronize();
+  if (size_.is_whole) {
+    copies_ ? arrived_->synchronize() : host_copies_.wait();
   }
   for (size_t first = 0; first < pieces_.size();) {
     size_t last = first;

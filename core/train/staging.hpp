@@ -1,7 +1,7 @@
 // core/train/staging.hpp: where a save's bytes wait between the device and the checkpoint writer, so that training goes on while they are written.
 //
-// With room for a rank's whole snapshot a save is: copies are enqueued on a stream of their own behind the step (on the CPU they are made), training goes
-// on, and the next optimizer step waits for the copies on the device, not on the host. With less room the area is a ring: the save then waits for the writer,
+// With room for a rank's whole snapshot a save is: copies are enqueued on a stream of their own behind the step (on the CPU a thread makes them), training goes
+// on, and the next optimizer step waits for the copies on the device, not on the host (on the CPU there is no other place). With less room the area is a ring: the save then waits for the writer,
 // and training for the save. Host tensors are copied like the others: what a snapshot holds never changes while it is written (rule A4).
 #pragma once
 
@@ -9,6 +9,7 @@
 
 #include <condition_variable>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -44,9 +45,10 @@ class Staging final : public SnapshotSource {
   ~Staging() override;
 
   /// Begins a snapshot of these tensors, contiguous and of the sizes that were named. The one before has been given back. With room for all of it the copies
-  /// are enqueued (made, on the CPU) when this returns; else they are made in hand_over.
+  /// are enqueued (begun, on the CPU) when this returns; else they are made in hand_over. Nothing may change the tensors before hold_updates.
   void take(std::vector<at::Tensor> tensors);
-  /// The device's current stream waits until the copies are made. Before anything changes the tensors; costs nothing when none are under way.
+  /// The device's current stream (on the CPU: the caller) waits until the copies are made. Before anything changes the tensors; costs nothing when none are
+  /// under way.
   void hold_updates();
 
   bool is_ready() override;
@@ -54,7 +56,7 @@ class Staging final : public SnapshotSource {
 
   [[nodiscard]] int64_t bytes() const { return size_.bytes; }
   [[nodiscard]] bool is_whole() const { return size_.is_whole; }
-  /// How long the last hold_updates that found copies under way made the device wait. Once the device is past it.
+  /// How long hold_updates has made the device (the caller) wait for the last snapshot. Once the device is past it.
   [[nodiscard]] double held_seconds() const;
 
  private:
@@ -80,6 +82,8 @@ class Staging final : public SnapshotSource {
   std::mutex mutex_;
   std::condition_variable given_back_;
   std::vector<int64_t> lent_;          // pieces of each slot that a writer has
+  double host_held_seconds_ = 0;
+  std::future<void> host_copies_;      // last: its thread uses the rest
 };
 
 }  // namespace sf

@@ -97,6 +97,7 @@ TEST_CASE("staging: a snapshot arrives whole through an area of any size") {
       ++step;
       staging->take(tensors.tensors);
       saver.start({.state = {.run_id = "r", .step = step}, .tensors = tensors.slices, .source = staging});
+      (void)saver.wait();
       CHECK(holds(*open_checkpoint(scratch.path, "auto"), tensors));
       CHECK(open_checkpoint(scratch.path, "auto")->index().step == step);
     }
@@ -111,14 +112,43 @@ TEST_CASE("rule A4: host tensors are copied, so what changes while a snapshot is
   REQUIRE(staging->is_whole());
   staging->take(tensors.tensors);
   staging->hold_updates();
-  CHECK(staging->held_seconds() == 0);
+  CHECK(staging->held_seconds() >= 0);
   for (at::Tensor& tensor : tensors.tensors) {
     tensor.zero_();
   }
   SyncWriter writer;
   CheckpointSaver saver(scratch.path, writer.writer());
   saver.start({.state = {.run_id = "r", .step = 1}, .tensors = tensors.slices, .source = staging});
+  (void)saver.wait();
   CHECK(holds(*open_checkpoint(scratch.path, "auto"), before));
+}
+
+TEST_CASE("staging: on the CPU training goes on while copies are made, and what changes the tensors waits for them") {
+  Scratch scratch;
+  Tensors tensors, before;
+  for (int i = 0; i < 4; ++i) {
+    tensors.add("weights/" + std::to_string(i), at::arange(8'000'000, at::kFloat) + i, "F32");
+    before.add("weights/" + std::to_string(i), tensors.tensors.back().clone(), "F32");
+  }
+  const auto staging = std::make_shared<Staging>(tensors.bytes, staging_size(plan_of(0, true), tensors.all), at::kCPU);
+  SyncWriter writer;
+  CheckpointSaver saver(scratch.path, writer.writer());
+  for (const int64_t step : {1, 2, 3}) {
+    staging->take(tensors.tensors);
+    CHECK_FALSE(staging->is_ready());  // 128 MB take some milliseconds
+    staging->hold_updates();
+    CHECK(staging->is_ready());
+    for (size_t i = 0; i < 4; ++i) {
+      tensors.tensors[i].add_(1);
+    }
+    saver.start({.state = {.run_id = "r", .step = step}, .tensors = tensors.slices, .source = staging});
+    (void)saver.wait();
+    CHECK(holds(*open_checkpoint(scratch.path, "auto"), before));
+    CHECK(staging->held_seconds() > 0);
+    for (size_t i = 0; i < 4; ++i) {
+      before.tensors[i].add_(1);
+    }
+  }
 }
 
 TEST_CASE("staging: on a GPU the host goes on while copies are made, and what changes the tensors waits for them on the device") {
