@@ -6,14 +6,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <map>
+#include <string_view>
 #include <utility>
 
 namespace sf {
 
 namespace {
 
-constexpr int kDepthMax = 100;  // a feature record nests three deep
+constexpr int kDepthMax = 100;             // a feature record nests three deep
+constexpr size_t kAxesMax = 64;            // of a tensor in torch
+constexpr size_t kValuesMax = 1'000'000;   // and has some dozens of values; 160 MB of them at most
 constexpr const char* kRebuildTensor = "torch._utils _rebuild_tensor_v2";
 constexpr const char* kOrderedDict = "collections OrderedDict";
 
@@ -48,21 +52,21 @@ struct Value {
   };
   Kind kind = Kind::kNone;
   int64_t number = 0;  // kInt, kBool; element offset of a kTensor; element count of a kStorage
-  std::string text;    // kText; kGlobal as "module name"; archive key of a kStorage or kTensor
+  std::string_view text;  // kText; kGlobal as "module name"; archive key of a kStorage or kTensor; in the pickle, so that many tensors may share a long one
   Dtype dtype = Dtype::kF32;
   std::vector<int64_t> shape;
   std::vector<int64_t> stride;
   int64_t storage_elements = 0;
-  std::vector<std::shared_ptr<Value>> items;  // kTuple, kList; kDict as key, value, key, value ...
+  std::vector<Value*> items;  // kTuple, kList; kDict as key, value, key, value ...; a damaged one may hold itself
   int depth = 0;                              // of nested items
 };
-using ValuePtr = std::shared_ptr<Value>;
 
+/// Owns all values that it makes, so that containers which hold each other, or a chain of them, end with it.
 class Unpickler {
  public:
   Unpickler(std::span<const std::byte> pickle, const std::string& file) : pickle_(pickle), file_(file) {}
 
-  ValuePtr run() {
+  Value* run() {
     while (true) {
       const uint8_t opcode = take<uint8_t>();
       switch (opcode) {
@@ -107,7 +111,7 @@ class Unpickler {
           refuse("the pickle has the operation " + std::to_string(opcode) +
                  ", which plain tensors do not need");
       }
-      if (stack_.size() > 1'000'000) refuse("damaged pickle: too many values");
+      if (stack_.size() > kValuesMax || values_.size() > kValuesMax) refuse("damaged pickle: too many values");
     }
   }
 
@@ -124,19 +128,18 @@ class Unpickler {
     at_ += sizeof(value);
     return value;
   }
-  std::string take_text(size_t count) {
+  std::string_view take_text(size_t count) {
     if (pickle_.size() - at_ < count) refuse("damaged: the pickle ends too early");
-    std::string text(reinterpret_cast<const char*>(pickle_.data()) + at_, count);
+    const std::string_view text(reinterpret_cast<const char*>(pickle_.data()) + at_, count);
     at_ += count;
     return text;
   }
-  std::string take_line() {
-    std::string line;
-    while (true) {
-      const char c = static_cast<char>(take<uint8_t>());
-      if (c == '\n') return line;
-      line += c;
-    }
+  std::string_view take_line() {
+    size_t count = 0;
+    while (at_ + count < pickle_.size() && pickle_[at_ + count] != std::byte{'\n'}) ++count;
+    const std::string_view line = take_text(count);
+    (void)take<uint8_t>();
+    return line;
   }
   int64_t long_number() {
     const uint8_t count = take<uint8_t>();
@@ -149,85 +152,84 @@ class Unpickler {
   }
 
   Value* push(Value::Kind kind) {
-    stack_.push_back(std::make_shared<Value>());
-    stack_.back()->kind = kind;
-    return stack_.back().get();
+    values_.emplace_back().kind = kind;
+    stack_.push_back(&values_.back());
+    return stack_.back();
   }
   void push_text(size_t count) {
-    std::string text = take_text(count);
-    push(Value::Kind::kText)->text = std::move(text);
+    push(Value::Kind::kText)->text = take_text(count);
   }
-  ValuePtr top() {
+  Value* top() {
     if (stack_.empty()) refuse("damaged pickle: a value is missing");
     return stack_.back();
   }
-  ValuePtr pop() {
-    ValuePtr value = top();
+  Value* pop() {
+    Value* value = top();
     stack_.pop_back();
     return value;
   }
-  std::vector<ValuePtr> pop_many(size_t count) {
+  std::vector<Value*> pop_many(size_t count) {
     if (stack_.size() < count) refuse("damaged pickle: a value is missing");
-    std::vector<ValuePtr> values(stack_.end() - static_cast<ptrdiff_t>(count), stack_.end());
+    std::vector<Value*> values(stack_.end() - static_cast<ptrdiff_t>(count), stack_.end());
     stack_.resize(stack_.size() - count);
     return values;
   }
-  std::vector<ValuePtr> pop_to_mark() {
+  std::vector<Value*> pop_to_mark() {
     size_t count = 0;
     while (count < stack_.size() && stack_[stack_.size() - 1 - count]->kind != Value::Kind::kMark) ++count;
     if (count == stack_.size()) refuse("damaged pickle: a mark is missing");
-    std::vector<ValuePtr> values = pop_many(count);
+    std::vector<Value*> values = pop_many(count);
     stack_.pop_back();
     return values;
   }
   void tuple(size_t count) { push_tuple(pop_many(count)); }
-  void push_tuple(std::vector<ValuePtr> items) {
+  void push_tuple(std::vector<Value*> items) {
     Value* tuple = push(Value::Kind::kTuple);
-    for (ValuePtr& item : items) add_item(*tuple, std::move(item));
+    for (Value* item : items) add_item(*tuple, item);
   }
-  void add_item(Value& container, ValuePtr item) {
+  void add_item(Value& container, Value* item) {
     container.depth = std::max(container.depth, item->depth + 1);
     if (container.depth > kDepthMax) refuse("damaged pickle: nested too deeply");
-    container.items.push_back(std::move(item));
+    container.items.push_back(item);
   }
-  void append(std::vector<ValuePtr> values) {
-    const ValuePtr list = top();
+  void append(std::vector<Value*> values) {
+    Value* const list = top();
     if (list->kind != Value::Kind::kList) refuse("damaged pickle: append to something that is not a list");
-    for (ValuePtr& value : values) add_item(*list, std::move(value));
+    for (Value* value : values) add_item(*list, value);
   }
-  void set(std::vector<ValuePtr> values) {
-    const ValuePtr dict = top();
+  void set(std::vector<Value*> values) {
+    Value* const dict = top();
     if (dict->kind != Value::Kind::kDict || values.size() % 2 != 0)
       refuse("damaged pickle: items of something that is no dictionary");
-    for (ValuePtr& value : values) add_item(*dict, std::move(value));
+    for (Value* value : values) add_item(*dict, value);
   }
   void recall(uint32_t index) {
     const auto found = memo_.find(index);
     if (found == memo_.end()) refuse("damaged pickle: value " + std::to_string(index) + " was never stored");
     stack_.push_back(found->second);
   }
-  void add_global(const std::string& name) {
-    bool allowed = name == kRebuildTensor || name == kOrderedDict;
-    for (const StorageType& type : kStorageTypes) allowed = allowed || name == type.global;
-    if (!allowed) {
+  void add_global(std::string_view module, std::string_view name) {
+    const std::string found = std::string(module) + " " + std::string(name);
+    std::string_view allowed = found == kRebuildTensor ? kRebuildTensor : found == kOrderedDict ? kOrderedDict : "";
+    for (const StorageType& type : kStorageTypes) allowed = found == type.global ? type.global : allowed;
+    if (allowed.empty()) {
       throw Error(
           ExitCode::kData,
-          file_ + ": the pickle asks for '" + name + "', which is not allowed: only plain tensors are read",
+          file_ + ": the pickle asks for '" + found + "', which is not allowed: only plain tensors are read",
           "save a dictionary of plain CPU tensors with torch.save");
     }
-    push(Value::Kind::kGlobal)->text = name;
+    push(Value::Kind::kGlobal)->text = allowed;
   }
   void global() {
-    const std::string module = take_line();
-    const std::string name = take_line();
-    add_global(module + " " + name);
+    const std::string_view module = take_line();
+    add_global(module, take_line());
   }
   void stack_global() {
     const auto parts = pop_many(2);
-    add_global(parts[0]->text + " " + parts[1]->text);
+    add_global(parts[0]->text, parts[1]->text);
   }
   void persistent() {
-    const ValuePtr id = pop();
+    Value* const id = pop();
     if (id->kind != Value::Kind::kTuple || id->items.size() != 5 || id->items[0]->text != "storage" ||
         id->items[1]->kind != Value::Kind::kGlobal || id->items[2]->kind != Value::Kind::kText ||
         id->items[4]->kind != Value::Kind::kInt) {
@@ -237,20 +239,21 @@ class Unpickler {
     for (const StorageType& candidate : kStorageTypes) {
       if (id->items[1]->text == candidate.global) type = &candidate;
     }
-    if (type == nullptr) refuse("damaged pickle: '" + id->items[1]->text + "' is not a storage");
+    if (type == nullptr) refuse("damaged pickle: '" + std::string(id->items[1]->text) + "' is not a storage");
     Value* storage = push(Value::Kind::kStorage);
     storage->text = id->items[2]->text;
     storage->dtype = type->dtype;
     storage->number = id->items[4]->number;
   }
-  static std::vector<int64_t> numbers(const Value& tuple) {
+  std::vector<int64_t> numbers(const Value& tuple) const {
+    if (tuple.items.size() > kAxesMax) refuse("damaged pickle: a tensor of " + std::to_string(tuple.items.size()) + " axes");
     std::vector<int64_t> result;
-    for (const ValuePtr& item : tuple.items) result.push_back(item->number);
+    for (const Value* item : tuple.items) result.push_back(item->number);
     return result;
   }
   void reduce() {
-    const ValuePtr arguments = pop();
-    const ValuePtr function = pop();
+    Value* const arguments = pop();
+    Value* const function = pop();
     if (function->kind != Value::Kind::kGlobal || arguments->kind != Value::Kind::kTuple) {
       refuse("damaged pickle: a call of something that can't be called");
     }
@@ -278,8 +281,9 @@ class Unpickler {
   std::span<const std::byte> pickle_;
   const std::string& file_;
   size_t at_ = 0;
-  std::vector<ValuePtr> stack_;
-  std::map<uint32_t, ValuePtr> memo_;
+  std::deque<Value> values_;  // which stay where they are
+  std::vector<Value*> stack_;
+  std::map<uint32_t, Value*> memo_;
 };
 
 // Row-major, looking only at axes that have more than one element.
@@ -326,7 +330,8 @@ TorchFile TorchFile::open(const std::filesystem::path& path) {
   }
 
   const ZipBytes pickle = archive.read(stem + "data.pkl");
-  const ValuePtr root = Unpickler(pickle.bytes, name).run();
+  Unpickler unpickler(pickle.bytes, name);
+  const Value* root = unpickler.run();
   if (root->kind != Value::Kind::kDict)
     throw Error(ExitCode::kData, name + ": a dictionary of tensors was expected");
 
@@ -335,7 +340,7 @@ TorchFile TorchFile::open(const std::filesystem::path& path) {
     const Value& key = *root->items[i];
     const Value& value = *root->items[i + 1];
     if (value.kind != Value::Kind::kTensor || key.kind != Value::Kind::kText) continue;
-    const std::string where = name + ": key '" + key.text + "'";
+    const std::string where = name + ": key '" + std::string(key.text) + "'";
     const std::optional<int64_t> count = element_count(value.shape);
     if (!count) throw Error(ExitCode::kData, where + " has the impossible shape " + shape_text(value.shape));
     if (!is_contiguous(value)) {
@@ -344,7 +349,7 @@ TorchFile TorchFile::open(const std::filesystem::path& path) {
                       shape_text(value.stride) + ", but row-major order is expected",
                   "save tensor.contiguous()");
     }
-    const ZipBytes storage = archive.read(stem + "data/" + value.text);
+    const ZipBytes storage = archive.read(stem + "data/" + std::string(value.text));
     const int64_t element = bytes_of(value.dtype);
     const auto elements = static_cast<int64_t>(storage.bytes.size()) / element;
     if (value.number < 0 || value.storage_elements != elements || *count > elements - value.number) {

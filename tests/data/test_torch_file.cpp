@@ -62,6 +62,11 @@ TEST_CASE("torch file: a pickle that would run code is refused by name") {
                        "tensors are read"));
 }
 
+TEST_CASE("torch file: containers that hold each other, or a long chain of them, are refused and neither leak nor crash") {
+  CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "cyclic.ckpt"); }).find("cyclic.ckpt: ") != std::string::npos);
+  CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "chained.ckpt"); }).ends_with("chained.ckpt: a dictionary of tensors was expected"));
+}
+
 TEST_CASE("torch file: a pickle nested too deeply is refused and not a crash") {
   CHECK(error_of([] {
           (void)TorchFile::open(kData / "torch_files" / "nested.ckpt");
