@@ -106,6 +106,12 @@ void apply_overrides(const std::vector<std::string>& overrides, RawValues& value
                       .fix = "for example --set training.batch_size=4"});
       continue;
     }
+    if (key.starts_with('.') || key.ends_with('.') || key.find("..") != std::string::npos) {
+      problems.error({.id = "recipe/bad-override",
+                      .message = format("\"--set {}\": the key \"{}\" has a dot too many", text, key),
+                      .fix = "write section.option: --set training.batch_size=4"});
+      continue;
+    }
     std::string_view right = trim(std::string_view(text).substr(equals + 1));
     Diagnostics first;
     TomlNode root;

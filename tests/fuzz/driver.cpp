@@ -61,7 +61,8 @@ std::vector<Bytes> read_seeds(int count, char** paths) {
     }
     std::vector<fs::path> found;
     for (const fs::directory_entry& entry : fs::recursive_directory_iterator(paths[i])) {
-      if (entry.is_regular_file() && entry.path().extension() != ".cpp" && entry.path().extension() != ".hpp") {
+      const fs::path extension = entry.path().extension();
+      if (entry.is_regular_file() && extension != ".cpp" && extension != ".hpp" && extension != ".c" && extension != ".txt") {
         found.push_back(entry.path());
       }
     }

@@ -75,6 +75,11 @@ TEST_CASE("manifest: every mistake is found, with line and column") {
   CHECK(problems_of(kHead + "[options.a]\ntype = \"choice\"\ndefault = \"x\"\nhelp = \"x\"\n")
             .find("belong together") != std::string::npos);
   CHECK(problems_of(kHead + "a = [1").find("not valid TOML") != std::string::npos);
+  for (const char* letter : {"\u00e9", "\u0416", "\u3001", "\u3042", "\ufe7f"}) {   // TOML++ takes some for impossible outside of strings
+    CHECK(problems_of(kHead + letter + " = 1\n").find("not valid TOML") != std::string::npos);
+    CHECK(problems_of(kHead + "a = " + letter + "\n").find("not valid TOML") != std::string::npos);
+    CHECK(problems_of(kHead + "a = 1 " + letter + "\n").find("not valid TOML") != std::string::npos);
+  }
 }
 
 TEST_CASE("manifest: rules are complete and test an option as its type allows") {

@@ -89,6 +89,16 @@ TEST_CASE("recipe: --set reads TOML, takes bare words as text, and the last one 
   CHECK(bad.all()[0].id == "recipe/bad-override");
 }
 
+TEST_CASE("recipe: a key in --set with a dot too many is told as such, and not its value") {
+  for (const char* key : {"training..batch_size", ".training", "training."}) {
+    RawValues values;
+    Diagnostics problems;
+    apply_overrides({std::string(key) + "=2"}, values, problems);
+    CHECK(problems.text() == "error[recipe/bad-override] \"--set " + std::string(key) + "=2\": the key \"" + key +
+                                 "\" has a dot too many\n  fix:  write section.option: --set training.batch_size=4\n");
+  }
+}
+
 TEST_CASE("recipe: a number in --set that fits nowhere is told as such, and a name that starts like a number is text") {
   for (const char* number : {"99999999999999999999", "-99999999999999999999", "1e400", "+2e999"}) {
     RawValues values;
