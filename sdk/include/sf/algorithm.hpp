@@ -156,6 +156,7 @@ class Algorithm {
   virtual double weigh(const Batch& batch) const = 0;
   /// One forward; calls units in an order that depends on the recipe and the phase only. [main]
   virtual void micro_step(Runner& runner, const Batch& batch) = 0;
+  /// What the export consists of, from the last describe(); the host checks and writes it. [main]
   virtual ExportSpec export_spec() const = 0;
 
  protected:

@@ -1,4 +1,6 @@
-// sf/comm.hpp: collectives between the ranks of a run, as the host offers them to sharding backends (Placement::comm).
+// sf/comm.hpp: the service "sf.comm/1", collectives between the ranks of a run. Sharding backends get it with their Placement; every other plugin
+// of tier torch_cxx by host.find_service<sf::Comm>(sf::kCommService): there from Sharding::build and Algorithm::bind on, and only in a run of several
+// ranks. Lives until destroy.
 //
 // Order is the contract: every rank issues the same calls with the same sizes in the same order on each channel. Each call starts
 // after what the current stream has queued so far and runs beside what is queued later; wait() makes the current stream wait, never the
@@ -63,5 +65,7 @@ class Comm {
  protected:
   ~Comm() = default;
 };
+
+inline constexpr const char* kCommService = "sf.comm/1";
 
 }  // namespace sf

@@ -18,9 +18,11 @@
 extern "C" {
 #endif
 
+/* The version of host and SDK, one number. SF_ABI_MINOR rises with every change of a header in include/sf, the version with every release of
+ * one (tests/abi/interfaces.py compares). */
 #define SF_ABI_MAJOR 0
-#define SF_ABI_MINOR 1
-#define SF_SDK_VERSION "0.1.0"
+#define SF_ABI_MINOR 2
+#define SF_SDK_VERSION "0.2.0"
 
 #define SF_EXPORT __attribute__((visibility("default")))
 
@@ -91,7 +93,8 @@ typedef struct sf_host {
   void (*log)(void* ctx, const sf_instance* instance, int32_t level, const char* file, int32_t line, const char* text);
   /* [any] 1 when the run is to end soon; poll it in long work. */
   int32_t (*stop_requested)(void* ctx);
-  /* [main] an interface of the host by id: "sf.ops/1", "sf.comm/1", ... Null and a status when the host has none. Lives until destroy. */
+  /* [main] an interface of the host by id: those of sf/services.h from create on, "sf.ops/1" likewise, "sf.comm/1" once the ranks have met
+   * (sf/comm.hpp). Null and a status that says why when there is none; status may be null. Lives until destroy. */
   const void* (*get_service)(void* ctx, const char* id, sf_status* status);
 } sf_host;
 

@@ -1,16 +1,16 @@
 // sf/plugin.hpp: the C++ side of sf/plugin.h. A plugin in C++ is a class and one macro:
 //
-//   class Fp8 final : public sf::Transform {
+//   class MyDraft final : public sf::Algorithm {
 //    public:
-//     Fp8(const sf::Host& host, const sf::Options& options);   // may throw; may not touch a device or start
-//     threads void start();                                             // optional void stop(); // optional;
-//     may be called after a failed start const void* get_interface(std::string_view id);           // null
-//     when not offered
+//     MyDraft(const sf::Host& host, const sf::Options& options);   // [main] may throw; touches no device and starts no thread
+//     void start();                                                // [main] optional; devices and ranks are up
+//     void stop();                                                 // [main] optional; may be called after a start that failed
+//     const void* get_interface(std::string_view id);              // [any] null when not offered; lives until the object is destroyed
 //   };
-//   SF_PLUGIN(Fp8, SF_KIND_TRANSFORM, SF_TIER_TORCH_CXX)
+//   SF_PLUGIN(MyDraft, SF_KIND_ALGORITHM, SF_TIER_TORCH_CXX)
 //
-// Host and Options may be copied and kept until the object is destroyed. sf_add_plugin (CMake) embeds the
-// manifest.
+// What a member throws becomes a status with its text, so ordinary C++ is fine. Host and Options may be copied and kept until the object is
+// destroyed. sf_add_plugin (CMake) embeds the manifest. Needs C++20 of g++ 12 or clang 14, or newer.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,6 @@
 #include <exception>
 #include <memory>
 #include <new>
-#include <source_location>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -37,17 +36,16 @@ class Host {
  public:
   explicit Host(const sf_host* host) : host_(host) {}
 
-  /// [any] One line: lower case, no final period, units, names in quotes.
-  void log(Level level, const std::string& text,
-           std::source_location where = std::source_location::current()) const {
-    host_->log(host_->ctx, nullptr, static_cast<std::int32_t>(level), where.file_name(),
-               static_cast<std::int32_t>(where.line()), text.c_str());
+  /// [any] One line: lower case, no final period, units, names in quotes. The place is the caller's (clang 14 has no std::source_location).
+  void log(Level level, const std::string& text, const char* file = __builtin_FILE(),
+           int line = __builtin_LINE()) const {
+    host_->log(host_->ctx, nullptr, static_cast<std::int32_t>(level), file, line, text.c_str());
   }
 
   /// [any] True when the run is to end soon.
   [[nodiscard]] bool stop_requested() const { return host_->stop_requested(host_->ctx) != 0; }
 
-  /// [main] The host's interface `id` as T, or null when this host does not offer it.
+  /// [main] The host's interface `id` as T, or null when this host does not offer it (now).
   template <class T>
   [[nodiscard]] T* find_service(const char* id) const {
     sf_status status{};
@@ -74,7 +72,7 @@ class Host {
 
 /// The plugin's resolved options, all valid. get<T> takes bool, int64_t, double, std::string, or a
 /// std::vector of the last three, and claims the option. A name or type that the manifest lacks throws: that
-/// is a mistake in the plugin.
+/// is a mistake in the plugin. All calls are [main].
 class Options {
  public:
   explicit Options(const sf_options* options) : options_(options) {}
@@ -304,12 +302,17 @@ constexpr void put_text(char (&to)[N], const char (&text)[M]) {
 #define SF_COMPILER_TEXT "g++ " __VERSION__
 #endif
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(__has_feature) /* clang */
+#define SF_HAS_FEATURE(name) __has_feature(name)
+#else
+#define SF_HAS_FEATURE(name) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || SF_HAS_FEATURE(address_sanitizer)
 #define SF_FLAG_ASAN SF_BUILD_ASAN
 #else
 #define SF_FLAG_ASAN 0
 #endif
-#if defined(__SANITIZE_THREAD__)
+#if defined(__SANITIZE_THREAD__) || SF_HAS_FEATURE(thread_sanitizer)
 #define SF_FLAG_TSAN SF_BUILD_TSAN
 #else
 #define SF_FLAG_TSAN 0

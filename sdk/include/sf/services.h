@@ -1,6 +1,6 @@
-/* sf/services.h: what the host offers to every plugin in C, by id through sf_host.get_service. Valid until
- * destroy has returned. Services that see tensors are in C++: "sf.ops/1" in sf/ops.hpp; the collectives of
- * sf/comm.hpp are handed to sharding backends with their placement.
+/* sf/services.h: what the host offers to every plugin in C, by id through sf_host.get_service, from create
+ * on. Valid until destroy has returned. Services that see tensors are in C++: "sf.ops/1" in sf/ops.hpp,
+ * "sf.comm/1" in sf/comm.hpp.
  *
  * Thread tags as in sf/plugin.h.
  */
