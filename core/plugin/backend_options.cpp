@@ -10,13 +10,14 @@ namespace sf {
 // Called through C: nothing may be thrown. A wrong name or type is the plugin's mistake.
 template <class T>
 const T* BackendOptions::claim(void* self, const char* name) {
-  auto& entries = static_cast<BackendOptions*>(self)->entries_;
-  auto found = entries.find(name);
-  if (found == entries.end()) {
+  auto& options = *static_cast<BackendOptions*>(self);
+  auto found = options.entries_.find(name);
+  const T* value = found == options.entries_.end() ? nullptr : std::get_if<T>(&found->second.value.value);
+  if (value == nullptr) {
+    options.misread_.emplace_back(name);
     return nullptr;
   }
-  const T* value = std::get_if<T>(&found->second.value.value);
-  found->second.is_claimed = found->second.is_claimed || value != nullptr;
+  found->second.is_claimed = true;
   return value;
 }
 
@@ -74,9 +75,10 @@ BackendOptions::BackendOptions(const Manifest& manifest, const PlanValues& value
     return value == nullptr ? SF_INTERNAL : (*out = value->c_str(), SF_OK);
   };
   table_.get_list = [](void* self, const char* name, const sf_list** out) -> std::int32_t {
-    auto& entries = static_cast<BackendOptions*>(self)->entries_;
-    auto found = entries.find(name);
-    if (found == entries.end() || found->second.list.type == 0) {
+    auto& mine = *static_cast<BackendOptions*>(self);
+    auto found = mine.entries_.find(name);
+    if (found == mine.entries_.end() || found->second.list.type == 0) {
+      mine.misread_.emplace_back(name);
       return SF_INTERNAL;
     }
     found->second.is_claimed = true;

@@ -34,6 +34,9 @@ class BackendOptions {
   /// "training.shard_frozen_tables = true (2)" for each option that differs from its default and had an effect: how many things it changed.
   [[nodiscard]] std::vector<std::string> in_effect() const;
 
+  /// Names that the plugin asked for and its manifest lacks, or has with another type.
+  [[nodiscard]] const std::vector<std::string>& misread() const { return misread_; }
+
   [[nodiscard]] bool is_claimed(const std::string& name) const;
   /// -1: nothing was reported.
   [[nodiscard]] std::int64_t effect(const std::string& name) const;
@@ -54,6 +57,7 @@ class BackendOptions {
 
   std::string plugin_;
   std::map<std::string, Entry> entries_;  // by the manifest's name
+  std::vector<std::string> misread_;
   sf_options table_{};
 };
 

@@ -47,13 +47,11 @@ struct Check {
 
 [[nodiscard]] std::vector<Check> static_checks();
 [[nodiscard]] std::vector<Check> life_checks();
-/// Of a kind without tensors: checkpoint writers and trackers.
-[[nodiscard]] std::vector<Check> byte_checks(std::uint32_t kind);
+/// Of the kinds without tensors.
+[[nodiscard]] std::vector<Check> writer_checks();
+[[nodiscard]] std::vector<Check> tracker_checks();
 
-/// Of transforms, in libsf_plugin_test.so.
-[[nodiscard]] std::vector<Check> transform_checks();
-
-/// In libsf_plugin_test.so.
+/// In libsf_plugin_test.so: tensor_checks.hpp.
 class TensorChecks {
  public:
   [[nodiscard]] virtual std::vector<Check> checks(std::uint32_t kind) const = 0;

@@ -1,11 +1,13 @@
 // The life of a plugin, whatever its kind: open, create, start, stop, destroy.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <thread>
 
 #include "core/base/error.hpp"
+#include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/plugin/registry.hpp"
 #include "sdk/check/check.hpp"
@@ -73,21 +75,76 @@ Outcome interfaces(const Candidate& subject) {
   return plugin.get_interface(own) == found ? passed() : failed("asked twice it gives another interface");
 }
 
-Outcome without_services(const Candidate& subject) {
-  LonePlugin plugin(subject.file, subject.entry, subject.values(), HostServices{});
-  const std::int32_t code = plugin.create();
-  if (code != SF_OK) {
-    return plugin.status().what[0] != 0 ? passed(format("create says: {}", plugin.status().what)) : failed(format("create returned code {} without a text", code));
+// A host that has no services, one that answers each question with an error, and one whose services fail when they are used.
+Outcome failing_services(const Candidate& subject) {
+  const PluginServices nowhere(subject.file.name(), 1, "/proc/no-such-folder");
+  struct Case {
+    const char* name;
+    HostServices services;
+  };
+  const std::vector<Case> cases = {
+      {"without services", HostServices{}},
+      {"whose get_service fails", {.find = [](std::string_view id) -> const void* { throw Error(ExitCode::kDevice, format("{} is out of order", id)); }, .stop_requested = {}}},
+      {"whose run folder can't be written", {.find = [&](std::string_view id) -> const void* {
+                                               const void* found = nowhere.find(id);
+                                               return found != nullptr ? found : subject.services.find(id);
+                                             },
+                                             .stop_requested = {}}}};
+  std::string remark;
+  for (const Case& one : cases) {
+    LonePlugin plugin(subject.file, subject.entry, subject.values(), one.services);
+    const char* call = "create";
+    std::int32_t code = plugin.create();
+    if (code == SF_OK) {
+      call = "start";
+      code = plugin.start();
+    }
+    if (code != SF_OK && plugin.status().what[0] == 0) {
+      return failed(format("under a host {} {} returned code {} without a text", one.name, call, code));
+    }
+    remark += code == SF_OK ? "" : format("{}under a host {} {} says: {}", remark.empty() ? "" : "; ", one.name, call, plugin.status().what);
   }
-  const std::int32_t started = plugin.start();
-  return started == SF_OK || plugin.status().what[0] != 0 ? passed() : failed(format("start returned code {} without a text", started));
+  return passed(remark);
+}
+
+// What is [any] in sf/plugin.h, on both sides.
+Outcome two_threads(const Candidate& subject) {
+  constexpr int kCalls = 500;
+  constexpr std::string_view kLine = "a line of one of two threads";
+  LonePlugin plugin = made(subject);
+  plugin.require(plugin.create(), "create");
+  plugin.require(plugin.start(), "start");
+  const char* own = interface_of(subject.file.build->kind);
+  const void* expected = plugin.get_interface(own);
+  std::atomic<int> lines = 0;
+  std::atomic<bool> is_wrong = false;
+  redirect_log([&](Level, std::string_view text) { lines += text == subject.file.name() + ": " + std::string(kLine) ? 1 : 0; });
+  const auto body = [&] {
+    for (int call = 0; call < kCalls; ++call) {
+      is_wrong = is_wrong || plugin.get_interface(own) != expected || plugin.get_interface("sf.no-such-interface/1") != nullptr;
+      plugin.host()->log(plugin.host()->ctx, plugin.instance(), SF_LOG_INFO, __FILE__, __LINE__, kLine.data());
+      is_wrong = is_wrong || plugin.host()->stop_requested(plugin.host()->ctx) != 0;
+    }
+  };
+  std::thread other(body);
+  body();
+  other.join();
+  plugin.require(plugin.stop(), "stop");
+  redirect_log([](Level, std::string_view) {});
+  if (is_wrong) {
+    return failed("asked from two threads at once get_interface gives other answers");
+  }
+  return lines == 2 * kCalls ? passed() : failed(format("{} of {} lines came whole", lines.load(), 2 * kCalls));
 }
 
 Outcome options_read(const Candidate& subject) {
   LonePlugin plugin = made(subject);
   plugin.require(plugin.create(), "create");
   plugin.require(plugin.start(), "start");
-  const std::vector<std::string> unread = plugin.unread();
+  const std::vector<std::string> unread = plugin.unread(), &misread = plugin.options().misread();
+  if (!misread.empty()) {
+    return failed(format("it asks for {}, which its manifest lacks or has with another type", join(misread, ", ")));
+  }
   (void)plugin.stop();
   return unread.empty() ? passed() : passed(format("warning: never read by create and start: {}; a run that sets one of them ends", join(unread, ", ")));
 }
@@ -164,8 +221,9 @@ std::vector<Check> life_checks() {
       {"life/whole", "create, start, stop and destroy all succeed", whole_life},
       {"life/stop", "it can be stopped after a start that failed", stop_after_failed_start},
       {"life/interface", "it offers the interface of its kind and none that it does not have", interfaces},
-      {"life/services", "a host without services gets a status and no crash", without_services},
-      {"life/options", "every option of the manifest is read", options_read},
+      {"life/services", "a host without services, or with services that fail, gets a status and no crash", failing_services},
+      {"life/two-threads", "interfaces are asked for and lines are logged from two threads at once", two_threads},
+      {"life/options", "every option of the manifest is read, and no other", options_read},
       {"life/ends", "values at both ends of every range, and every choice, are taken or refused with a text", option_ends},
       {"life/threads", "no thread is started by create, and none is left after stop", threads_gone},
       {"life/exit", "the process ends with 0 after stop and destroy", whole_life, true},

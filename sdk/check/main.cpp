@@ -1,12 +1,12 @@
 // sf-plugin-check FILE.so [--static] [--only ID]... [--set KEY=VALUE]... [--limit SECONDS] [--json]
 #include <dlfcn.h>
 #include <poll.h>
-#include <signal.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -139,9 +139,20 @@ Outcome open_and_run(Candidate& candidate, const Check& check) {
   return check.run(candidate);
 }
 
+volatile std::sig_atomic_t asked_to_stop = 0;   // NOLINT: seen from a signal handler
+
+void require_going_on() {
+  if (asked_to_stop != 0) {
+    throw Error(ExitCode::kInterrupted, "asked to stop");
+  }
+}
+
 std::string signal_text(int number) { return format("signal {} ({})", number, strsignal(number)); }
 
-Outcome run_trial(Candidate& candidate, const Check& check, int limit_seconds) {
+/// Everything that the trial leaves in the system's temporary folder is gone with `folder`, however it ends.
+Outcome run_trial(Candidate& candidate, const Check& check, int limit_seconds, const fs::path& folder) {
+  require_going_on();
+  fs::create_directories(folder);
   int ends[2];
   if (pipe(ends) != 0) {
     return failed("no pipe: " + std::generic_category().message(errno));
@@ -151,6 +162,9 @@ Outcome run_trial(Candidate& candidate, const Check& check, int limit_seconds) {
   if (child == 0) {
     close(ends[0]);
     setpgid(0, 0);
+    std::signal(SIGINT, SIG_DFL);
+    std::signal(SIGTERM, SIG_DFL);
+    setenv("TMPDIR", folder.c_str(), 1);
     redirect_log([](Level, std::string_view) {});
     Outcome outcome;
     try {
@@ -177,6 +191,9 @@ Outcome run_trial(Candidate& candidate, const Check& check, int limit_seconds) {
       is_late = true;
       break;
     }
+    if (asked_to_stop != 0) {
+      break;
+    }
     char buffer[4096];
     const ssize_t got = read(ends[0], buffer, sizeof buffer);
     if (got < 0 && errno == EINTR) {
@@ -189,13 +206,18 @@ Outcome run_trial(Candidate& candidate, const Check& check, int limit_seconds) {
   }
   close(ends[0]);
   int status = 0;
-  while (!is_late && waitpid(child, &status, WNOHANG) == 0) {
+  while (!is_late && asked_to_stop == 0 && waitpid(child, &status, WNOHANG) == 0) {
     is_late = std::chrono::steady_clock::now() > deadline;
     usleep(1000);
   }
   kill(-child, SIGKILL);   // it and what it has started
-  if (is_late) {
+  if (is_late || asked_to_stop != 0) {
     waitpid(child, &status, 0);
+  }
+  std::error_code ignored;
+  fs::remove_all(folder, ignored);
+  require_going_on();
+  if (is_late) {
     return failed(format("{} within {} s", told.empty() ? "it did not end" : "the process did not end", limit_seconds));
   }
   if (WIFSIGNALED(status)) {
@@ -277,7 +299,8 @@ int run(const Arguments& arguments) {
     return report.close(candidate);
   }
   std::vector<Check> trials = {{"life/opens", "it opens in less than 300 ms", nullptr}};
-  for (const std::vector<Check>& more : {life_checks(), byte_checks(candidate.file.build ? candidate.file.build->kind : 0)}) {
+  const std::uint32_t kind = candidate.file.build ? candidate.file.build->kind : 0;
+  for (const std::vector<Check>& more : {life_checks(), kind == SF_KIND_CHECKPOINT ? writer_checks() : kind == SF_KIND_TRACKER ? tracker_checks() : std::vector<Check>()}) {
     trials.insert(trials.end(), more.begin(), more.end());
   }
   std::string why = candidate.file.fits() ? "" : "the host refuses the file: sf-host would not open it";
@@ -292,7 +315,7 @@ int run(const Arguments& arguments) {
   for (const Check& check : trials) {
     if (is_wanted(arguments, check.id)) {
       const auto start = std::chrono::steady_clock::now();
-      const Outcome outcome = why.empty() ? run_trial(candidate, check, arguments.limit_seconds) : skipped(why);
+      const Outcome outcome = why.empty() ? run_trial(candidate, check, arguments.limit_seconds, folder.path() / "trial") : skipped(why);
       report.add(check, outcome, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
     }
   }
@@ -303,10 +326,17 @@ int run(const Arguments& arguments) {
 }  // namespace sf::check
 
 int main(int argc, char** argv) {
+  struct sigaction action {};
+  action.sa_handler = [](int) { sf::check::asked_to_stop = 1; };   // without SA_RESTART: poll comes back
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
   try {
     const int code = sf::check::run(sf::check::parse(argc, argv));
     std::fflush(stdout);
     _exit(code);   // LibTorch may be loaded, and it has nothing to say at the end
+  } catch (const sf::Error& error) {
+    std::fprintf(stderr, "error: %s\n", error.what());
+    return static_cast<int>(error.code());
   } catch (const std::exception& error) {
     std::fprintf(stderr, "error: %s\n", error.what());
     return 1;

@@ -1,11 +1,9 @@
-// Checks of the kinds that see tensors: algorithms, sharding backends, transforms.
+// Checks of algorithms over the tiny model, and the list of all checks that see tensors.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
-#include <mutex>
 #include <set>
 
 #include "core/base/error.hpp"
@@ -14,43 +12,14 @@
 #include "core/data/safetensors.hpp"
 #include "core/export/hf_export.hpp"
 #include "core/model/tensor_view.hpp"
-#include "sdk/check/check.hpp"
-#include "sdk/testing/fake_comm.hpp"
-#include "sdk/testing/lone_plugin.hpp"
-#include "sdk/testing/plugin_test.hpp"
-#include "sdk/testing/small_draft.hpp"
-#include "sdk/testing/tiny_facts.hpp"
+#include "sdk/check/tensor_checks.hpp"
 
 namespace sf::check {
 namespace {
 
-using sf::testing::DraftRun;
 using sf::testing::LonePlugin;
 using sf::testing::TinyOutcome;
-using sf::testing::TinyRun;
 using sf::testing::TinySetup;
-
-// ---- algorithms
-
-/// A started algorithm over the tiny model.
-struct Tiny {
-  LonePlugin plugin;
-  Algorithm& algorithm;
-  ModelFacts facts;
-  std::unique_ptr<TinyRun> run;
-
-  explicit Tiny(const Candidate& candidate, const TinySetup& setup = {})
-      : plugin(candidate.file, candidate.entry, candidate.values(), candidate.services), algorithm(started(plugin)),
-        facts(sf::testing::facts_from(candidate.values(), candidate.target)), run(std::make_unique<TinyRun>(algorithm, facts, setup)) {}
-  TinyRun* operator->() const { return run.get(); }
-
- private:
-  static Algorithm& started(LonePlugin& plugin) {
-    plugin.require(plugin.create(), "create");
-    plugin.require(plugin.start(), "start");
-    return *static_cast<Algorithm*>(const_cast<void*>(plugin.get_interface(kAlgorithmInterface)));
-  }
-};
 
 std::string shape_text(const Description& description) {
   std::string out;
@@ -308,108 +277,35 @@ Outcome exports(const Candidate& candidate) {
                            : failed(format("evaluated anew from the exported files the loss is {}, not {}", found, expected));
 }
 
-// ---- sharding backends
+}  // namespace
 
-constexpr double kShardingTolerance = 2e-5;   // float32 sums in another order, over three updates
-
-class Backends {
- public:
-  explicit Backends(const Candidate& candidate) : candidate_(candidate) {}
-
-  std::unique_ptr<Sharding, void (*)(Sharding*)> make() {
-    const std::lock_guard lock(mutex_);   // create is [main]: never two at a time
-    std::vector<std::string> sets;
-    const auto& claims = candidate_.manifest().claims;
-    if (std::find(claims.begin(), claims.end(), "training.reduce_dtype") != claims.end()) {
-      sets.emplace_back("training.reduce_dtype=\"float32\"");
-    }
-    plugins_.push_back(std::make_unique<LonePlugin>(candidate_.file, candidate_.entry, candidate_.values(sets), candidate_.services));
-    LonePlugin& plugin = *plugins_.back();
-    plugin.require(plugin.create(), "create");
-    plugin.require(plugin.start(), "start");
-    return {static_cast<Sharding*>(const_cast<void*>(plugin.get_interface(kShardingInterface))), [](Sharding*) {}};
-  }
-
- private:
-  const Candidate& candidate_;
-  std::mutex mutex_;
-  std::vector<std::unique_ptr<LonePlugin>> plugins_;
-};
-
-bool shards(const Candidate& candidate) {
-  const auto& provides = candidate.manifest().provides;
-  return std::find(provides.begin(), provides.end(), "sharded-parameters") != provides.end();
+std::vector<Check> algorithm_checks() {
+  return {{"algorithm/describe", "describe gives whole shapes, the same each time", describes},
+          {"algorithm/learns", "a few updates lower the loss, and evaluating reports acceptance_length", learns},
+          {"algorithm/same-bits", "the same window gives the same bits twice", same_bits},
+          {"algorithm/recompute", "forward again in backward changes nothing", recomputes},
+          {"algorithm/dead-batch", "a batch without samples gives loss 0 and zero gradients, without NaN", dead_batch},
+          {"algorithm/gradient", "the loss changes as the gradients say", gradients_are_right},
+          {"algorithm/export", "exported files load again and give the same loss", exports}};
 }
 
-Outcome compare(const Candidate& candidate, const DraftRun& run, std::int64_t ranks) {
-  if (ranks > 1 && !shards(candidate)) {
-    return skipped("it does not provide sharded-parameters: one process");
-  }
-  const sf::testing::Outcome expected = sf::testing::train_single(run);
-  Backends backends(candidate);
-  sf::testing::Outcome found;
-  if (ranks == 1) {
-    found = expected;
-    const auto backend = backends.make();
-    for (auto* tensors : {&found.weights, &found.gradients}) {
-      for (auto& [name, tensor] : *tensors) {
-        tensor = at::full_like(tensor, NAN);
-      }
-    }
-    found.losses.clear();
-    found.norms.clear();
-    run.train(*backend, nullptr, found);
-  } else {
-    found = sf::testing::train_ranks(run, ranks, [&] { return backends.make(); });
-  }
-  for (std::size_t window = 0; window < expected.losses.size(); ++window) {
-    const auto is_near = [](double a, double b) { return std::abs(a - b) <= kShardingTolerance * std::max(std::abs(b), 1e-6); };
-    if (!is_near(found.losses[window], expected.losses[window])) {
-      return failed(format("window {}: loss {}, unsharded {}", window, found.losses[window], expected.losses[window]));
-    }
-    if (!is_near(found.norms[window], expected.norms[window])) {
-      return failed(format("window {}: gradient norm {}, unsharded {}", window, found.norms[window], expected.norms[window]));
-    }
-  }
-  const double weights = sf::testing::largest_difference(found.weights, expected.weights);
-  const double gradients = sf::testing::largest_difference(found.gradients, expected.gradients);
-  if (!(weights <= kShardingTolerance && gradients <= kShardingTolerance)) {
-    return failed(format("weights differ by {}, gradients by {} of their largest element", weights, gradients));
-  }
-  return passed(format("weights differ by {} at most", weights));
-}
-
-Check sharding_check(const char* id, const char* sentence, DraftRun run, std::int64_t ranks) {
-  return {id, sentence, [run, ranks](const Candidate& candidate) { return compare(candidate, run, ranks); }};
-}
+namespace {
 
 class TensorCheckList final : public TensorChecks {
  public:
   std::vector<Check> checks(std::uint32_t kind) const override {
-    if (kind == SF_KIND_ALGORITHM) {
-      return {{"algorithm/describe", "describe gives whole shapes, the same each time", describes},
-              {"algorithm/learns", "a few updates lower the loss, and evaluating reports acceptance_length", learns},
-              {"algorithm/same-bits", "the same window gives the same bits twice", same_bits},
-              {"algorithm/recompute", "forward again in backward changes nothing", recomputes},
-              {"algorithm/dead-batch", "a batch without samples gives loss 0 and zero gradients, without NaN", dead_batch},
-              {"algorithm/gradient", "the loss changes as the gradients say", gradients_are_right},
-              {"algorithm/export", "exported files load again and give the same loss", exports}};
+    switch (kind) {
+      case SF_KIND_ALGORITHM: {
+        std::vector<Check> all = algorithm_checks();
+        for (Check& check : algorithm_faults()) {
+          all.push_back(std::move(check));
+        }
+        return all;
+      }
+      case SF_KIND_SHARDING: return sharding_checks();
+      case SF_KIND_TRANSFORM: return transform_checks();
+      default: return {};
     }
-    if (kind == SF_KIND_SHARDING) {
-      std::vector<Check> out;
-      out.push_back(sharding_check("sharding/one", "one rank equals the backend that keeps everything whole", {.samples = 4}, 1));
-      out.push_back(sharding_check("sharding/two", "two ranks give the unsharded losses, norms, gradients and weights", {.samples = 4}, 2));
-      out.push_back(sharding_check("sharding/four", "so do four", {.samples = 4}, 4));
-      out.push_back(sharding_check("sharding/unrolled", "a block that is used three times, on two ranks", {.shape = {.blocks = 1, .block_uses = 3, .has_frozen = false}, .samples = 4}, 2));
-      out.push_back(sharding_check("sharding/recompute", "blocks run forward again in backward, on two ranks", {.shape = {.recompute = {"block.*"}}, .samples = 4}, 2));
-      out.push_back(sharding_check("sharding/evaluate", "evaluations between windows change nothing", {.samples = 4, .evaluate_between = true}, 2));
-      out.push_back(sharding_check("sharding/failure", "a window that fails and is run again changes nothing", {.samples = 4, .throw_in_window = 1}, 2));
-      return out;
-    }
-    if (kind == SF_KIND_TRANSFORM) {
-      return transform_checks();
-    }
-    return {};
   }
   HostServices services() const override { return sf::testing::tensor_services(); }
 };

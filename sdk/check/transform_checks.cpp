@@ -7,8 +7,7 @@
 #include "core/base/text.hpp"
 #include "core/kernels/ops.hpp"
 #include "core/train/transforms.hpp"
-#include "sdk/check/check.hpp"
-#include "sdk/testing/lone_plugin.hpp"
+#include "sdk/check/tensor_checks.hpp"
 #include "sdk/testing/small_draft.hpp"
 
 namespace sf::check {

@@ -78,7 +78,14 @@ FakeHost::FakeHost(const Setup& setup) : parts_(std::make_unique<Parts>()) {
   const sf_plugin* entry = open_plugin(parts_->file, problems);
   check_copies(problems);
   require(problems, ExitCode::kPlugin);
-  parts_->plugin = std::make_unique<LonePlugin>(parts_->file, entry, parts_->values, tensor_services());
+  HostServices services = tensor_services();
+  services.find = [ops = std::move(services.find), comm = setup.comm](std::string_view id) -> const void* {
+    if (id == kCommService && comm == nullptr) {
+      throw Error(ExitCode::kPlugin, "there are no collectives: this test has one process", "give Setup::comm");
+    }
+    return id == kCommService ? comm : ops(id);
+  };
+  parts_->plugin = std::make_unique<LonePlugin>(parts_->file, entry, parts_->values, services);
   parts_->plugin->require(parts_->plugin->create(), "create");
   (void)find_interface(interface_of(parts_->file.build->kind));
   if (setup.start) {

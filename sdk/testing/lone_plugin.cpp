@@ -76,8 +76,8 @@ namespace {
 HostServices with_own(HostServices services, const PluginServices& own) {
   if (services.find) {
     services.find = [outer = std::move(services.find), &own](std::string_view id) {
-      const void* found = own.find(id);
-      return found != nullptr ? found : outer(id);
+      const void* found = outer(id);
+      return found != nullptr ? found : own.find(id);
     };
   }
   return services;

@@ -39,7 +39,7 @@ inline constexpr std::int64_t kTinyVocab = 96, kTinyHidden = 64;
 [[nodiscard]] PlanValues values_of(const Manifest& manifest, const std::string& recipe, const std::vector<std::string>& sets,
                                    const std::filesystem::path& target, Diagnostics& problems);
 
-/// A plugin's object, with the services in C of sf/services.h beside `services`; without any when that finds nothing. Calls come in the order create, start, stop, destroy; the destructor makes up for what is missing.
+/// A plugin's object, with `services`, then those in C of sf/services.h; without any when `services` can't be asked. Calls come in the order create, start, stop, destroy; the destructor makes up for what is missing.
 class LonePlugin {
  public:
   LonePlugin(const PluginFile& file, const sf_plugin* entry, const PlanValues& values, HostServices services);
@@ -56,6 +56,7 @@ class LonePlugin {
   void require(std::int32_t code, const std::string& call) const;
 
   [[nodiscard]] const sf_plugin& entry() const { return *entry_; }
+  [[nodiscard]] const sf_host* host() const { return host_.table(); }
   [[nodiscard]] sf_instance* instance() const { return instance_; }
   [[nodiscard]] const sf_status& status() const { return status_; }
   [[nodiscard]] const void* get_interface(const char* id) const { return entry_->get_interface(instance_, id); }

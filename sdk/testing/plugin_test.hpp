@@ -34,6 +34,7 @@ class SF_PLUGIN_TEST_API FakeHost {
     std::string plugin;        // absolute path of the .so
     std::string recipe = {};   // TOML, what a recipe would say: "[plugin.my_draft]\nwidth = 8\n"; keys of the host are allowed, too
     bool start = true;         // false: created only
+    Comm* comm = nullptr;      // what the plugin gets as "sf.comm/1", of run_ranks; outlives the host
   };
   /// Throws Error(kPlugin) or Error(kUsage) with every problem's text when sf-host would refuse the file or the options.
   explicit FakeHost(const Setup& setup);

@@ -184,6 +184,7 @@ TEST_CASE("options: a claim needs the right name and the right type") {
   CHECK(list->count == 2);
   CHECK(std::string(list->strings[1]) == "b");
   CHECK(table->get_list(table->ctx, "nothing", &list) == SF_INTERNAL);
+  CHECK(options.misread() == std::vector<std::string>{"rate", "rate", "nothing"});
   CHECK(options.effect("rate") == -1);
   CHECK(table->report_effect(table->ctx, "rate", 2) == SF_OK);
   CHECK(table->report_effect(table->ctx, "rate", 3) == SF_OK);

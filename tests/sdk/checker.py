@@ -4,8 +4,10 @@
     tests/sdk/checker.py BUILD_DIR TESTS_DIR [CASE ...]
 """
 import json
+import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ sys.path.insert(0, str(TESTS / "e2e"))
 import tiny  # noqa: E402
 from tiny import expect  # noqa: E402
 
-GOOD, BAD = BUILD / "tests/plugins/good", BUILD / "tests/plugins/bad"
+GOOD, BAD, HOST = BUILD / "tests/plugins/good", BUILD / "tests/plugins/bad", BUILD / "tests/plugins/host"
 
 
 def check(plugin, *arguments, code=0):
@@ -81,6 +83,41 @@ def a_library_without_the_sdk_flags_is_told_which():
     expect(found["static/search-path"]["text"], "/opt/somewhere")
 
 
+def what_should_have_been_refused_is_told():
+    if not (HOST / "fake_draft.so").exists():
+        print("        without LibTorch there are no algorithms to look at")
+        return
+    told, _ = results(HOST / "fake_draft.so", "--only", "algorithm/bad*", code=0)
+    assert told["passed"] == 4 and told["skipped"] == 1, told
+    for fault, id, *texts in (("any_config", "algorithm/bad-config", "describe takes an empty text as a target's config.json"),
+                              ("any_width", "algorithm/bad-unit", "unit guess takes an input that is one column too wide without a word"),
+                              ("missing_field", "algorithm/bad-batch", "the process ended by signal 6")):
+        _, found = results(HOST / "fake_draft.so", "--set", f"plugin.fake_draft.fault={fault}", "--only", id, code=1)
+        expect(found[id]["text"], *texts)
+    check(HOST / "fake_effect.so", "--only", "sharding/go-on")
+    _, found = results(HOST / "fake_effect.so", "--set", "plugin.fake_effect.forgetful=true", "--only", "sharding/go-on", code=1)
+    expect(found["sharding/go-on"]["text"], "after going on has gradient norm")
+
+
+def nothing_is_left_behind():
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "TMPDIR": folder}
+        crashing = [BUILD / "bin/sf-plugin-check", GOOD / "fake_ok.so", "--only", "checkpoint/*", "--only", "life/whole"]
+        done = subprocess.run(crashing, env=environment, capture_output=True, text=True)
+        expect(done.stdout, "the process ended by signal", "pass  life/whole")
+        assert not os.listdir(folder), os.listdir(folder)
+        hanging = [BUILD / "bin/sf-plugin-check", GOOD / "fake_ok.so", "--set", "plugin.fake_ok.fail_in=hang", "--only", "life/create"]
+        subprocess.run([*hanging, "--limit", "1"], env=environment, capture_output=True)
+        assert not os.listdir(folder), os.listdir(folder)
+        process = subprocess.Popen(hanging, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        limit = time.time() + 20
+        while not any(pathlib.Path(folder).glob("*/trial/*")) and time.time() < limit:   # the trial is at work
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130, process.returncode
+        assert not os.listdir(folder), os.listdir(folder)
+
+
 def mistakes_on_the_command_line_are_told():
     for arguments in ((), ("--nothing",), (GOOD / "fake_ok.so", "--limit", "0"), ("/nonexistent.so",), (GOOD / "fake_ok.so", "--only")):
         done = subprocess.run([BUILD / "bin/sf-plugin-check", *arguments], capture_output=True, text=True)
@@ -90,4 +127,4 @@ def mistakes_on_the_command_line_are_told():
 if __name__ == "__main__":
     tiny.run_cases([a_good_tracker_passes_and_the_last_line_counts, a_crash_is_a_failed_check_and_the_others_go_on, a_hang_is_a_failed_check_within_its_limit,
                     what_is_thrown_is_told, a_file_that_the_host_refuses_is_not_opened, a_library_without_the_sdk_flags_is_told_which,
-                    mistakes_on_the_command_line_are_told])
+                    what_should_have_been_refused_is_told, nothing_is_left_behind, mistakes_on_the_command_line_are_told])

@@ -1,27 +1,18 @@
-// Checks of the kinds that see bytes and numbers only: checkpoint writers and trackers.
+// Checks of checkpoint writers.
 #include <algorithm>
 #include <atomic>
-#include <cerrno>
-#include <chrono>
-#include <cmath>
 #include <cstdlib>
 #include <fstream>
-#include <limits>
 #include <memory>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
 #include "core/base/text.hpp"
-#include "sdk/check/check.hpp"
-#include "sdk/testing/lone_plugin.hpp"
+#include "sdk/check/byte_checks.hpp"
 #include "sf/checkpoint.h"
-#include "sf/tracker.h"
 
-#include <signal.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,43 +20,7 @@ namespace sf::check {
 namespace {
 
 namespace fs = std::filesystem;
-using sf::testing::LonePlugin;
 using sf::testing::TemporaryFolder;
-
-sf_status empty_status() {
-  sf_status status{};
-  status.struct_size = sizeof(sf_status);
-  return status;
-}
-
-/// A plugin that is created and started, and stopped and destroyed at the end.
-struct Started {
-  LonePlugin plugin;
-  explicit Started(const Candidate& candidate) : plugin(candidate.file, candidate.entry, candidate.values(), candidate.services) {
-    plugin.require(plugin.create(), "create");
-    plugin.require(plugin.start(), "start");
-  }
-};
-
-/// Files can't grow beyond `bytes` while this lives; a write then fails as on a full disk.
-class SmallDisk {
- public:
-  explicit SmallDisk(rlim_t bytes) {
-    signal(SIGXFSZ, SIG_IGN);
-    getrlimit(RLIMIT_FSIZE, &before_);
-    rlimit limit = before_;
-    limit.rlim_cur = bytes;
-    setrlimit(RLIMIT_FSIZE, &limit);
-  }
-  ~SmallDisk() { setrlimit(RLIMIT_FSIZE, &before_); }
-  SmallDisk(const SmallDisk&) = delete;
-  SmallDisk& operator=(const SmallDisk&) = delete;
-
- private:
-  rlimit before_{};
-};
-
-// ---- checkpoint writers
 
 struct Lease {
   std::atomic<int> released = 0;
@@ -288,131 +243,76 @@ Outcome killed(const Candidate& candidate) {
   return committed > 0 ? passed(format("{} kills, {} committed steps, all whole", kRounds, committed)) : failed("no step was done within 30 ms");
 }
 
-// ---- trackers
-
-struct TrackerRun {
-  Started started;
-  const sf_tracker& functions;
-  sf_instance* instance;
-  std::string folder;
-  sf_status status = empty_status();
-
-  TrackerRun(const Candidate& candidate, std::string run_folder)
-      : started(candidate), functions(*static_cast<const sf_tracker*>(started.plugin.get_interface(SF_TRACKER))), instance(started.plugin.instance()),
-        folder(std::move(run_folder)) {}
-
-  std::int32_t begin(std::int64_t first_step = 1) {
-    status = empty_status();
-    const sf_tracked_run run{.struct_size = sizeof(sf_tracked_run), .reserved = 0, .run_id = "check", .run_folder = folder.c_str(),
-                             .recipe = "run_id = \"check\"\n", .first_step = first_step, .steps_total = 100};
-    return functions.begin(instance, &run, &status);
-  }
-  std::int32_t record(std::int64_t step, int count = 3) {
-    status = empty_status();
-    std::vector<std::string> names;
-    for (int i = 0; i < count; ++i) {
-      names.push_back(i == 0 ? "loss" : format("group/figure_{}", i));
-    }
-    std::vector<sf_figure> figures;
-    for (int i = 0; i < count; ++i) {
-      const double value = i == 1 ? std::numeric_limits<double>::quiet_NaN() : i == 2 ? std::numeric_limits<double>::infinity() : 1.0 / static_cast<double>(step);
-      figures.push_back({.struct_size = sizeof(sf_figure), .reserved = 0, .name = names[static_cast<std::size_t>(i)].c_str(), .value = value});
-    }
-    std::vector<const sf_figure*> pointers;
-    for (const sf_figure& figure : figures) {
-      pointers.push_back(&figure);
-    }
-    pointers.push_back(nullptr);
-    return functions.record(instance, step, pointers.data(), &status);
-  }
-  std::int32_t finish() {
-    status = empty_status();
-    return functions.finish(instance, &status);
-  }
-};
-
-Outcome figures_are_taken(const Candidate& candidate) {
-  const TemporaryFolder folder;
-  TrackerRun run(candidate, folder.path().string());
-  if (run.begin() != SF_OK) {
-    return failed(format("begin: {}", run.status.what));
-  }
-  for (std::int64_t step = 1; step <= 100; ++step) {
-    if (run.record(step) != SF_OK || (step % 10 == 0 && run.record(step, 1) != SF_OK)) {
-      return failed(format("record of step {}: {}", step, run.status.what));
-    }
-  }
-  if (run.record(100, 0) != SF_OK) {
-    return failed(format("a list without figures: {}", run.status.what));
-  }
-  return run.finish() == SF_OK ? passed() : failed(format("finish: {}", run.status.what));
+std::int32_t put_one(WriterRun& run, std::size_t offset, std::size_t bytes, std::vector<std::unique_ptr<Lease>>& leases, sf_status& status) {
+  leases.push_back(std::make_unique<Lease>());
+  Lease& lease = *leases.back();
+  lease.bytes.assign(bytes, 'x');
+  const sf_write write{.struct_size = sizeof(sf_write), .reserved = 0, .file = "rank0.safetensors", .offset = offset, .data = lease.bytes.data(),
+                       .bytes = bytes, .lease = &lease};
+  return run.functions.put(run.instance, &write, [](void* given) { ++static_cast<Lease*>(given)->released; }, &status);
 }
 
-Outcome tracker_resumes(const Candidate& candidate) {
+Outcome bad_input(const Candidate& candidate) {
   const TemporaryFolder folder;
-  for (const std::int64_t first : {1, 8}) {
-    TrackerRun run(candidate, folder.path().string());
-    if (run.begin(first) != SF_OK || run.record(first) != SF_OK || run.finish() != SF_OK) {
-      return failed(format("a run whose first step is {}, in a folder of an earlier one: {}", first, run.status.what));
-    }
-  }
-  return passed();
-}
-
-Outcome tracker_without_folder(const Candidate& candidate) {
-  TrackerRun run(candidate, "/proc/no-such-folder");
-  const std::int32_t code = run.begin();
-  if (code == SF_OK) {   // one that writes elsewhere, or late
-    const std::int32_t recorded = run.record(1);
-    if (recorded != SF_OK && run.status.what[0] == 0) {
-      return failed(format("record returned code {} without a text", recorded));
-    }
-    (void)run.finish();
-    return passed("begin does not need the folder");
-  }
-  return run.status.what[0] != 0 ? passed(run.status.what) : failed(format("begin returned code {} without a text", code));
-}
-
-Outcome tracker_on_full_disk(const Candidate& candidate) {
-  const TemporaryFolder folder;
-  TrackerRun run(candidate, folder.path().string());
-  if (run.begin() != SF_OK) {
-    return failed(format("begin: {}", run.status.what));
-  }
-  std::int32_t failure = SF_OK;
+  std::vector<std::unique_ptr<Lease>> leases;
   std::string told;
   {
-    const SmallDisk small(4'096);
-    for (std::int64_t step = 1; step <= 2'000; ++step) {
-      if (const std::int32_t code = run.record(step, 20); code != SF_OK) {
-        failure = code;
-        told = run.status.what;
-      }
+    WriterRun run(candidate);
+    sf_status status = empty_status();
+    if (run.functions.wait(run.instance, 0, &status) != SF_OK) {
+      return failed(format("wait with nothing in flight: {}", status.what));
     }
-    if (const std::int32_t code = run.finish(); code != SF_OK) {
-      failure = code;
-      told = run.status.what;
+    const fs::path lost = folder.path() / "lost";
+    fs::create_directories(lost);
+    std::int32_t code = run.functions.begin(run.instance, lost.c_str(), 1, &status);
+    fs::remove_all(lost);
+    code = code == SF_OK ? put_one(run, 0, 1000, leases, status) : code;
+    code = code == SF_OK ? run.functions.finish(run.instance, &status) : code;
+    code = code == SF_OK ? run.functions.wait(run.instance, -1, &status) : code;
+    if (code == SF_OK || status.what[0] == 0) {
+      return failed(code == SF_OK ? "its folder was removed after begin, and nothing said so" : format("code {} came without a text", code));
     }
-  }
-  return failure == SF_OK || !told.empty() ? passed(failure == SF_OK ? "nothing was written to the run's folder beyond 4 KiB, or its loss was not told" : told)
-                                           : failed(format("code {} came without a text", failure));
+    told = status.what;
+    std::int64_t done = -1;
+    sf_status later = empty_status();
+    (void)run.functions.wait(run.instance, -1, &later);
+    (void)run.functions.poll(run.instance, &done, &later);
+    if (done >= 1) {
+      return failed("a step whose folder is gone counts as done");
+    }
+    const fs::path good = folder.path() / "good";
+    fs::create_directories(good);
+    later = empty_status();
+    code = run.functions.begin(run.instance, good.c_str(), 2, &later);
+    code = code == SF_OK ? put_one(run, 0, 0, leases, later) : code;   // the first tensor of a file may be empty
+    code = code == SF_OK ? put_one(run, 0, 1000, leases, later) : code;
+    code = code == SF_OK ? run.functions.finish(run.instance, &later) : code;
+    code = code == SF_OK ? run.functions.wait(run.instance, -1, &later) : code;
+    if (code != SF_OK) {
+      return failed(format("a step with a piece of no bytes, after one that failed: {}", later.what));
+    }
+    if (read_file(good / "rank0.safetensors") != std::string(1000, 'x')) {
+      return failed("a piece of no bytes has changed its file");
+    }
+    const fs::path open = folder.path() / "open";
+    fs::create_directories(open);
+    later = empty_status();
+    run.started.plugin.require(run.functions.begin(run.instance, open.c_str(), 3, &later), "begin");
+    for (std::size_t i = 0; i < 20; ++i) {
+      (void)put_one(run, i * 1000, 1000, leases, later);
+    }
+  }   // stopped and destroyed in the middle of a step
+  const std::string wrong = wrong_releases(leases);
+  return wrong.empty() ? passed(told) : failed(wrong);
 }
 
 }  // namespace
 
-std::vector<Check> byte_checks(std::uint32_t kind) {
-  if (kind == SF_KIND_CHECKPOINT) {
-    return {{"checkpoint/steps", "three steps are on disk byte by byte, and every buffer is given back once", steps_are_written},
-            {"checkpoint/full-disk", "a full disk is a status with a text, the step is not done, and the next one works", full_disk},
-            {"checkpoint/killed", "killed at any moment, what it said was done is whole", killed}};
-  }
-  if (kind == SF_KIND_TRACKER) {
-    return {{"tracker/figures", "it takes a hundred steps of figures, NaN and infinity among them", figures_are_taken},
-            {"tracker/resume", "it goes on in the folder of an earlier run", tracker_resumes},
-            {"tracker/no-folder", "a run folder that is not there is a status and no crash", tracker_without_folder},
-            {"tracker/full-disk", "a full disk is a status and no crash", tracker_on_full_disk}};
-  }
-  return {};
+std::vector<Check> writer_checks() {
+  return {{"checkpoint/steps", "three steps are on disk byte by byte, and every buffer is given back once", steps_are_written},
+          {"checkpoint/full-disk", "a full disk is a status with a text, the step is not done, and the next one works", full_disk},
+          {"checkpoint/killed", "killed at any moment, what it said was done is whole", killed},
+          {"checkpoint/bad-input", "a folder that is not there, a piece without bytes and a stop in the middle are told or taken, and every buffer comes back", bad_input}};
 }
 
 }  // namespace sf::check
