@@ -43,6 +43,11 @@ class FlopCount::CountedOps final : public Ops {
     return ops_.grouped_convolution(x_bqh, delta_bqtg, base_th, block_size);
   }
   at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) override { return ops_.lookup(table_vx, ids); }
+  at::Tensor float8_amax(const at::Tensor& x) override { return ops_.float8_amax(x); }
+  Float8Matrix float8_encode(const Float8Encode& encode) override { return ops_.float8_encode(encode); }
+  void float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) override { ops_.float8_transpose(values_rc, into_cr); }
+  at::Tensor float8_product(const Float8Product& product) override { return ops_.float8_product(product); }
+  void add_weight_gradient(const at::Tensor& sum_oi, const at::Tensor& a_ro, const at::Tensor& b_ri) override { ops_.add_weight_gradient(sum_oi, a_ro, b_ri); }
 
   at::Tensor block_attention(const BlockAttention& a) override {
     const at::Tensor& q = a.query_bqne;
@@ -87,9 +92,14 @@ class FlopCount::CountedContext final : public UnitContext {
 
   const at::Tensor& parameter(std::string_view name) override { return context_.parameter(name); }
   at::Tensor linear(std::string_view name, const at::Tensor& x) override {
-    const at::Tensor& weight = context_.parameter(std::string(name) + ".weight");
-    count_.sum_.products += product_flops(rows_of(x), weight, is_recorded(weight), is_recorded(x));
+    count(name, x);
     return context_.linear(name, x);
+  }
+  std::vector<at::Tensor> linears(std::initializer_list<std::string_view> names, const at::Tensor& x) override {
+    for (const std::string_view name : names) {
+      count(name, x);
+    }
+    return context_.linears(names, x);
   }
   at::Tensor gradient_buffer(std::string_view name) override { return context_.gradient_buffer(name); }
   bool has(std::string_view name) const override { return context_.has(name); }
@@ -97,6 +107,11 @@ class FlopCount::CountedContext final : public UnitContext {
   Phase phase() const override { return context_.phase(); }
 
  private:
+  void count(std::string_view name, const at::Tensor& x) {
+    const at::Tensor& weight = context_.parameter(std::string(name) + ".weight");
+    count_.sum_.products += product_flops(rows_of(x), weight, is_recorded(weight), is_recorded(x));
+  }
+
   FlopCount& count_;
   UnitContext& context_;
   CountedOps ops_;

@@ -53,6 +53,11 @@ at::Tensor CandidateOps::unroll_attention(const UnrollAttention& attention) { re
 VocabularyTeaching CandidateOps::vocabulary_teacher(const VocabularyTeacher& teacher) { return cpu_ops().vocabulary_teacher(teacher); }
 DistillResult CandidateOps::distill_head(const DistillHead& head) { return cpu_ops().distill_head(head); }
 at::Tensor CandidateOps::lookup(const at::Tensor& table_vx, const at::Tensor& ids) { return cpu_ops().lookup(table_vx, ids); }
+at::Tensor CandidateOps::float8_amax(const at::Tensor& x) { return cpu_ops().float8_amax(x); }
+Float8Matrix CandidateOps::float8_encode(const Float8Encode& encode) { return cpu_ops().float8_encode(encode); }
+void CandidateOps::float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) { cpu_ops().float8_transpose(values_rc, into_cr); }
+at::Tensor CandidateOps::float8_product(const Float8Product& product) { return cpu_ops().float8_product(product); }
+void CandidateOps::add_weight_gradient(const at::Tensor& sum_oi, const at::Tensor& a_ro, const at::Tensor& b_ri) { cpu_ops().add_weight_gradient(sum_oi, a_ro, b_ri); }
 
 double rows_that_differ(const at::Tensor& ids_rk, const at::Tensor& other_rk) {
   return at::ne(std::get<0>(ids_rk.sort(1)), std::get<0>(other_rk.sort(1))).any(1).sum().item<double>();

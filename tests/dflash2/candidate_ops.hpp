@@ -27,6 +27,11 @@ class CandidateOps final : public Ops {
   VocabularyTeaching vocabulary_teacher(const VocabularyTeacher& teacher) override;
   DistillResult distill_head(const DistillHead& head) override;
   at::Tensor lookup(const at::Tensor& table_vx, const at::Tensor& ids) override;
+  at::Tensor float8_amax(const at::Tensor& x) override;
+  Float8Matrix float8_encode(const Float8Encode& encode) override;
+  void float8_transpose(const at::Tensor& values_rc, const at::Tensor& into_cr) override;
+  at::Tensor float8_product(const Float8Product& product) override;
+  void add_weight_gradient(const at::Tensor& sum_oi, const at::Tensor& a_ro, const at::Tensor& b_ri) override;
 
  private:
   at::Tensor given_rk_;
