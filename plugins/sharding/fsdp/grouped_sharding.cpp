@@ -129,11 +129,18 @@ void GroupedSharding::take_tables(const std::vector<at::Tensor>& tables) {
 void GroupedSharding::build_cut(const Placement& placement) {
   const auto of_model = at::TensorOptions().device(placement.device).dtype(placement.dtype);
   std::vector<GroupParts> parts;
+  std::vector<std::pair<int64_t, int64_t>> ids;  // of each shard
+  for (size_t u = 0; u < index_.size(); ++u) {
+    for (size_t p = 0; p < index_[u].size(); ++p) {
+      ids.emplace_back(static_cast<int64_t>(u), static_cast<int64_t>(p));
+    }
+  }
   for (const Group& group : groups_) {
-    GroupParts made{.name = group.name, .shapes = {}, .layout = {}, .part = {}};
+    GroupParts made{.name = group.name, .shapes = {}, .ids = {}, .layout = {}, .part = {}};
     std::vector<Extent> extents;
     for (const int64_t member : group.members) {
       made.shapes.push_back(shards_[static_cast<size_t>(member)].global_shape);
+      made.ids.push_back(ids[static_cast<size_t>(member)]);
       extents.push_back(extent_of(made.shapes.back()));
     }
     made.layout = settings_.cut(extents, ranks_);
@@ -151,7 +158,7 @@ void GroupedSharding::build_cut(const Placement& placement) {
     parts_.push_back(made.part);
     parts.push_back(std::move(made));
   }
-  whole_ = settings_.make_whole(std::move(parts), placement, settings_.mode);
+  whole_ = settings_.make_whole(std::move(parts), placement, settings_.mode, codec_);
 }
 
 at::Tensor GroupedSharding::whole(int64_t unit, int64_t parameter) {
@@ -209,6 +216,9 @@ void GroupedSharding::begin_window() {
     reducer_->drain();
   }
   gradients_.assign(shards_.size(), at::Tensor());
+  if (whole_ != nullptr) {
+    whole_->begin_window();
+  }
   if (tables_ != nullptr) {
     tables_->gather();  // algorithms look tokens up before their first unit
   }
@@ -216,6 +226,9 @@ void GroupedSharding::begin_window() {
 
 void GroupedSharding::begin_evaluation() {
   forget_window();
+  if (whole_ != nullptr) {
+    whole_->begin_evaluation();
+  }
   if (tables_ != nullptr) {
     tables_->gather();
   }

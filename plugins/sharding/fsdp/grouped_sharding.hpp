@@ -22,6 +22,7 @@
 #include "plugins/sharding/fsdp/reducer.hpp"
 #include "plugins/sharding/fsdp/use_plan.hpp"
 #include "sf/backend.hpp"
+#include "sf/transform.hpp"
 
 namespace sf::fsdp {
 
@@ -29,6 +30,7 @@ namespace sf::fsdp {
 struct GroupParts {
   std::string name;
   std::vector<std::vector<int64_t>> shapes;   // of the members, in the order of the layout
+  std::vector<std::pair<int64_t, int64_t>> ids;  // likewise: unit, and parameter of it
   Layout layout;
   at::Tensor part;                            // [layout.part], this rank's values; always there
 };
@@ -45,6 +47,9 @@ class WholeParameters {
   /// The one under way is not wanted any more: waited for, and forgotten.
   virtual void discard(int64_t group) = 0;
   virtual void give_back(int64_t group) = 0;
+  /// What is gathered from here on is used in a window, or in an evaluation. Nothing is whole or under way.
+  virtual void begin_window() {}
+  virtual void begin_evaluation() {}
   /// When groups are used in every micro-step from now on. Nothing is whole or under way.
   virtual void plan(const std::vector<std::vector<Span>>& spans) = 0;
   [[nodiscard]] virtual int64_t bytes() const = 0;
@@ -61,7 +66,8 @@ struct Settings {
   bool shard_tables = false;
   Layout (*cut)(const std::vector<Extent>& members, int64_t ranks) = nullptr;
   bool cut_frozen_gradients = false;               // a group's gradients are cut like its parameters, with room for frozen ones
-  std::function<std::unique_ptr<WholeParameters>(std::vector<GroupParts> groups, const Placement& placement, Mode mode)> make_whole;
+  /// `codec`: how some parameters travel; null: as they are.
+  std::function<std::unique_ptr<WholeParameters>(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec)> make_whole;
   /// Bytes of whole parameters at most in the first micro-step, and from then on; of gather buffers.
   struct WholeMemory {
     int64_t first = 0, later = 0, buffers = 0;
@@ -78,6 +84,7 @@ class GroupedSharding final : public Sharding {
   explicit GroupedSharding(Settings settings) : settings_(std::move(settings)) {}
 
   void build(const std::vector<UnitSpec>& units, const Placement& placement) override;
+  void take_codec(GatherCodec& codec) override { codec_ = &codec; }
   std::vector<Shard>& shards() override { return shards_; }
   void take_tables(const std::vector<at::Tensor>& tables) override;
   ShardingMemory memory(const std::vector<UnitSpec>& units, int64_t ranks, at::ScalarType dtype) const override;
@@ -124,6 +131,7 @@ class GroupedSharding final : public Sharding {
 
   Settings settings_;
   Comm* comm_ = nullptr;
+  GatherCodec* codec_ = nullptr;
   int64_t ranks_ = 1;
   std::vector<Shard> shards_;
   std::vector<std::vector<int64_t>> index_;              // of shards_, by unit and parameter

@@ -3,11 +3,18 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <map>
 #include <numeric>
 
 #include "plugins/sharding/fsdp/storage.hpp"
+#include "sf/error.hpp"
 
 namespace sf::fsdp {
+namespace {
+
+constexpr int64_t kPayloadAlignment = 16;  // bytes
+
+}  // namespace
 
 int64_t Slots::slot_elements(const std::vector<Extent>& members) {
   int64_t elements = 0;
@@ -17,7 +24,7 @@ int64_t Slots::slot_elements(const std::vector<Extent>& members) {
   return elements;
 }
 
-Slots::Slots(std::vector<GroupParts> groups, const Placement& placement) : comm_(placement.comm) {
+Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, GatherCodec* codec) : comm_(placement.comm), codec_(codec) {
   const auto of_model = at::TensorOptions().device(placement.device).dtype(placement.dtype);
   int64_t largest = 0;
   for (const GroupParts& group : groups) {
@@ -29,27 +36,156 @@ Slots::Slots(std::vector<GroupParts> groups, const Placement& placement) : comm_
   }
   for (GroupParts& parts : groups) {
     Slot slot{.parts = std::move(parts), .memory = {}, .slot = static_cast<int64_t>(groups_.size()), .whole = {}, .from = {}, .to = {}};
+    const auto carries = [&](size_t member) {
+      const auto& [unit, parameter] = slot.parts.ids[member];
+      return codec_ != nullptr && codec_->carries(unit, parameter);
+    };
     std::vector<int64_t> places;
-    int64_t elements = 0;
-    for (const auto& shape : slot.parts.shapes) {
-      places.push_back(elements);
-      elements += aligned(c10::multiply_integers(shape));
+    int64_t elements = 0, carried = 0;
+    for (size_t m = 0; m < slot.parts.shapes.size(); ++m) {
+      int64_t& end = carries(m) ? carried : elements;
+      places.push_back(end);
+      end += aligned(c10::multiply_integers(slot.parts.shapes[m]));
     }
     slot.memory = at::zeros({elements}, of_model);
+    slot.whole_carried = at::empty({carried}, of_model);
     for (size_t m = 0; m < places.size(); ++m) {
-      slot.whole.push_back(alias(slot.memory, places[m], slot.parts.shapes[m]));
+      slot.whole.push_back(alias(carries(m) ? slot.whole_carried : slot.memory, places[m], slot.parts.shapes[m]));
     }
     for (const Piece& piece : slot.parts.layout.pieces) {
+      const auto member = static_cast<size_t>(piece.member);
       slot.from.push_back(alias(gathered_, piece.place, {piece.count}));
-      slot.to.push_back(alias(slot.memory, places[static_cast<size_t>(piece.member)] + piece.begin, {piece.count}));
+      slot.to.push_back(alias(carries(member) ? slot.whole_carried : slot.memory, places[member] + piece.begin, {piece.count}));
+    }
+    if (carried > 0) {
+      release(slot.whole_carried.storage());
+      plan_payload(slot, comm_->rank());
+      comm_->register_buffer(slot.payload);
     }
     groups_.push_back(std::move(slot));
   }
   holder_.assign(groups_.size(), -1);
 }
 
+// Places begin at multiples of 16 bytes, as parts of a group do.
+void Slots::plan_payload(Slot& slot, int64_t rank) {
+  const GroupParts& parts = slot.parts;
+  const auto ranks = parts.layout.ranks;
+  const auto element = static_cast<int64_t>(gathered_.element_size());
+  const auto padded = [](int64_t bytes) { return (bytes + kPayloadAlignment - 1) / kPayloadAlignment * kPayloadAlignment; };
+  const auto members = static_cast<int64_t>(parts.shapes.size());
+  const auto rows_of = [&](int64_t member) { return parts.shapes[static_cast<size_t>(member)].empty() ? int64_t{1} : parts.shapes[static_cast<size_t>(member)][0]; };
+  const auto each = [&](int64_t member) { return (rows_of(member) + ranks - 1) / ranks; };
+  const auto is_carried = [&](int64_t member) {
+    const auto& [unit, parameter] = parts.ids[static_cast<size_t>(member)];
+    return codec_->carries(unit, parameter);
+  };
+  std::vector<int64_t> place(static_cast<size_t>(members), 0), row_bytes(static_cast<size_t>(members), 0);
+  int64_t end = 0;
+  for (const bool wanted : {false, true}) {
+    for (int64_t m = 0; m < members; ++m) {
+      if (is_carried(m) == wanted) {
+        const auto& [unit, parameter] = parts.ids[static_cast<size_t>(m)];
+        const int64_t columns = c10::multiply_integers(parts.shapes[static_cast<size_t>(m)]) / std::max<int64_t>(1, rows_of(m));
+        row_bytes[static_cast<size_t>(m)] = wanted ? codec_->row_bytes(unit, parameter) : columns * element;
+        place[static_cast<size_t>(m)] = end;
+        end += padded(each(m) * row_bytes[static_cast<size_t>(m)]);
+      }
+    }
+    slot.plain_bytes = wanted ? slot.plain_bytes : end;
+  }
+  if (ranks * end > static_cast<int64_t>(gathered_.nbytes())) {
+    throw Error(ExitCode::kInternal, "group '" + parts.name + "': an encoded gather of " + std::to_string(ranks * end) + " bytes is larger than the largest plain one, " +
+                                         std::to_string(gathered_.nbytes()));
+  }
+  slot.payload = at::zeros({end}, gathered_.options().dtype(at::kByte));
+  const at::Tensor payload_elements = slot.payload.view(gathered_.scalar_type()), gathered_bytes = gathered_.view(at::kByte);
+
+  const std::vector<Own> own = own_of(parts.layout, members, rank);
+  for (const Piece& piece : parts.layout.pieces) {
+    const auto m = static_cast<size_t>(piece.member);
+    const int64_t of_rank = piece.place / parts.layout.part;
+    if (is_carried(piece.member)) {
+      continue;
+    }
+    if (of_rank == rank) {
+      slot.plain_part.push_back(alias(parts.part, piece.place - rank * parts.layout.part, {piece.count}));
+      slot.plain_payload.push_back(alias(payload_elements, place[m] / element, {piece.count}));
+    }
+    slot.from_payload.push_back(alias(gathered_, (of_rank * end + place[m]) / element, {piece.count}));
+    slot.from_plain.push_back(alias(gathered_, (of_rank * slot.plain_bytes + place[m]) / element, {piece.count}));
+    slot.to_plain.push_back(slot.to[static_cast<size_t>(&piece - parts.layout.pieces.data())]);
+  }
+  for (int64_t member = 0; member < members; ++member) {
+    if (!is_carried(member)) {
+      continue;
+    }
+    const auto m = static_cast<size_t>(member);
+    const int64_t rows = rows_of(member), columns = c10::multiply_integers(parts.shapes[m]) / std::max<int64_t>(1, rows), most = each(member);
+    const auto range = [&](int64_t r) { return std::pair(std::min(r * most, rows), std::min((r + 1) * most, rows)); };
+    const auto [first, last] = range(rank);
+    Carried carried{.id = parts.ids[m], .part = parts.part.narrow(0, own[m].place, (last - first) * columns).view({last - first, columns}),
+                    .own = slot.payload.narrow(0, place[m], (last - first) * row_bytes[m]).view({last - first, row_bytes[m]}), .rows = {}, .row_begin = {}};
+    for (int64_t r = 0; r < ranks; ++r) {
+      const auto [begin, stop] = range(r);
+      carried.rows.push_back(gathered_bytes.narrow(0, r * end + place[m], (stop - begin) * row_bytes[m]).view({stop - begin, row_bytes[m]}));
+      carried.row_begin.push_back(begin);
+    }
+    slot.carried.push_back(std::move(carried));
+  }
+}
+
+void Slots::begin_window() {
+  is_evaluating_ = false;
+  std::map<std::pair<int64_t, int64_t>, at::Tensor> parts;  // units and parameters in their order
+  for (Slot& slot : groups_) {
+    slot.is_encoded = slot.is_decoded = false;
+    for (const Carried& carried : slot.carried) {
+      parts.emplace(carried.id, carried.part);
+    }
+  }
+  if (parts.empty()) {
+    return;
+  }
+  std::vector<at::Tensor> ordered;
+  for (const auto& [id, part] : parts) {
+    ordered.push_back(part);
+  }
+  at::NoGradGuard no_grad;
+  const at::Tensor magnitudes = codec_->magnitudes(ordered);
+  comm_->all_reduce(magnitudes, Reduction::max, "weight magnitudes")->wait();
+  codec_->set_magnitudes(magnitudes);
+}
+
+void Slots::encode(Slot& slot) {
+  at::NoGradGuard no_grad;
+  if (!slot.plain_part.empty()) {
+    at::_foreach_copy_(slot.plain_payload, slot.plain_part);
+  }
+  for (const Carried& carried : slot.carried) {
+    codec_->encode(carried.id.first, carried.id.second, carried.part, carried.own);
+  }
+  slot.is_encoded = true;
+}
+
 void Slots::start(int64_t group) {
-  const GroupParts& parts = groups_[static_cast<size_t>(group)].parts;
+  Slot& slot = groups_[static_cast<size_t>(group)];
+  const GroupParts& parts = slot.parts;
+  if (is_coded(slot)) {
+    if (!slot.is_encoded) {
+      encode(slot);
+    }
+    // What was decoded serves for the whole window; what is given back in between is the rest.
+    const int64_t bytes = slot.is_decoded ? slot.plain_bytes : slot.payload.numel();
+    if (bytes > 0) {
+      work_ = comm_->all_gather(gathered_.view(at::kByte).narrow(0, 0, parts.layout.ranks * bytes), slot.payload.narrow(0, 0, bytes), parts.name);
+    }
+    return;
+  }
+  if (slot.whole_carried.numel() > 0 && slot.whole_carried.storage().nbytes() == 0) {
+    const at::Tensor memory = at::empty({slot.whole_carried.numel()}, slot.whole_carried.options());
+    point_at(slot.whole_carried.storage(), memory, 0, static_cast<int64_t>(memory.nbytes()));
+  }
   if (parts.layout.part > 0) {
     work_ = comm_->all_gather(gathered_.narrow(0, 0, parts.layout.elements()), parts.part, parts.name);
   }
@@ -65,15 +201,38 @@ int64_t Slots::finish(int64_t group) {
     work_.reset();
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView raw;  // and through aliases: the slots' own version counters never move
-    at::_foreach_copy_(slot.to, slot.from);
+    const std::vector<at::Tensor>& to = is_coded(slot) ? slot.to_plain : slot.to;
+    if (!to.empty()) {
+      at::_foreach_copy_(to, !is_coded(slot) ? slot.from : slot.is_decoded ? slot.from_plain : slot.from_payload);
+    }
+  }
+  if (is_coded(slot) && !slot.is_decoded) {
+    for (const Carried& carried : slot.carried) {
+      for (size_t rank = 0; rank < carried.rows.size(); ++rank) {
+        if (carried.rows[rank].size(0) > 0) {
+          codec_->decode(carried.id.first, carried.id.second, carried.row_begin[rank], carried.rows[rank]);
+        }
+      }
+      codec_->decoded(carried.id.first, carried.id.second);
+    }
+    slot.is_decoded = true;
   }
   return pushed_out;
 }
 
-void Slots::discard(int64_t) {
+void Slots::discard(int64_t group) {
   if (work_ != nullptr) {
     work_->wait();
     work_.reset();
+  }
+  give_back(group);
+}
+
+// The slot keeps its memory; what the codec carries has some for an evaluation's use alone.
+void Slots::give_back(int64_t group) {
+  Slot& slot = groups_[static_cast<size_t>(group)];
+  if (slot.whole_carried.numel() > 0 && slot.whole_carried.storage().nbytes() > 0) {
+    release(slot.whole_carried.storage());
   }
 }
 
@@ -116,6 +275,8 @@ int64_t Slots::bytes() const {
       counted.push_back(slot.memory.unsafeGetTensorImpl());
       bytes += static_cast<int64_t>(slot.memory.nbytes());
     }
+    bytes += static_cast<int64_t>(slot.whole_carried.storage().nbytes());
+    bytes += slot.payload.defined() ? static_cast<int64_t>(slot.payload.nbytes()) : 0;
   }
   return bytes;
 }

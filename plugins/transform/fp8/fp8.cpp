@@ -197,6 +197,10 @@ void Fp8::encode(int64_t unit, int64_t parameter, const at::Tensor& part_ri, con
   encode.amax = magnitudes_[&linear - taken_.data()];
   encode.columns = false;
   encode.into = {.values_rc = payload_rb.view(at::kFloat8_e4m3fn), .values_cr = {}, .inverse_scale = linear.weight.inverse_scale, .inverse_scale_c = {}};
+  if (part_ri.size(0) == 0) {  // this rank decodes rows of others all the same, and the scale is written with what is encoded
+    encode.x_rc = at::zeros({1, linear.spec.inputs}, part_ri.options());
+    encode.into.values_rc = at::Tensor();
+  }
   (void)ops_->float8_encode(encode);
 }
 
