@@ -12,7 +12,7 @@
 namespace sf {
 namespace {
 
-constexpr int64_t kBytes = int64_t{512} << 20;  // many times a cache
+constexpr int64_t kBytesCpu = int64_t{256} << 20, kBytesGpu = int64_t{1} << 30;  // several times a cache
 constexpr int kTrials = 5;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
@@ -35,7 +35,8 @@ float sum_of(const float* from, int64_t count) {
 
 double memory_bandwidth(at::Device device) {
   const at::NoGradGuard no_grad;
-  const at::Tensor from = at::ones({kBytes / 4}, at::TensorOptions().dtype(at::kFloat).device(device));
+  const int64_t bytes = device.is_cpu() ? kBytesCpu : kBytesGpu;
+  const at::Tensor from = at::ones({bytes / 4}, at::TensorOptions().dtype(at::kFloat).device(device));
   double best = 0;
   if (device.is_cpu()) {
     std::atomic<float> kept = 0;  // so that nothing is left out
@@ -44,19 +45,19 @@ double memory_bandwidth(at::Device device) {
       at::parallel_for(0, from.numel() / 4096, 1, [&](int64_t begin, int64_t end) {
         kept = kept + sum_of(from.const_data_ptr<float>() + begin * 4096, (end - begin) * 4096);
       });
-      best = std::max(best, static_cast<double>(kBytes) / seconds_since(start));
+      best = std::max(best, static_cast<double>(bytes) / seconds_since(start));
     }
     return kept > 0 ? best : 0;
   }
   const c10::impl::VirtualGuardImpl guard(device.type());
   at::Tensor to = at::empty_like(from);
   for (int trial = 0; trial < kTrials; ++trial) {
-    constexpr int kCopies = 16;  // a wait costs as much as one of them
+    constexpr int kCopies = 8;  // a wait costs as much as one of them
     guard.synchronizeDevice(device.index());
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < kCopies; ++i) to.copy_(from, /*non_blocking=*/true);
     guard.synchronizeDevice(device.index());
-    best = std::max(best, 2.0 * kCopies * static_cast<double>(kBytes) / seconds_since(start));
+    best = std::max(best, 2.0 * kCopies * static_cast<double>(bytes) / seconds_since(start));
   }
   return best;
 }

@@ -100,6 +100,9 @@ class Decoding(unittest.TestCase):
             new = len(answer["input_ids"]) - length
             self.assertTrue(new == NEW_TOKENS if answer["stop"] == "length" else answer["input_ids"][-1] == 2)
         self.assertEqual(sum(self.generated["stop_reasons"].values()), len(prompts))
+        bytes_read = self.generated["decode_seconds"] * self.generated["decode_passes_per_second"] * self.generated["weight_bytes_per_pass"] + self.generated["cache_bytes_read"]
+        bound = self.generated["memory_bandwidth"] / bytes_read  # passes of all in a second
+        self.assertAlmostEqual(self.generated["share_of_bandwidth"] * self.generated["decode_seconds"] * bound, 1, places=6)
 
     def test_a_generation_that_was_killed_goes_on_and_ends_the_same(self):
         output = self.place / "again.jsonl"
