@@ -26,6 +26,15 @@ function(sf_add_plugin name)
   if(NOT version)
     message(FATAL_ERROR "sf_add_plugin(${name}): ${arg_MANIFEST} has no line version = \"...\" in [plugin]")
   endif()
+  foreach(pair IN ITEMS "name=${name}" "kind=${arg_KIND}")   # here, and not when the plugin is looked at
+    string(REGEX REPLACE "=.*" "" key "${pair}")
+    string(REGEX REPLACE "^[a-z]+=" "" expected "${pair}")
+    file(STRINGS "${manifest}" line REGEX "^${key} *= *\"[^\"]*\"" LIMIT_COUNT 1)
+    string(REGEX REPLACE "^${key} *= *\"([^\"]*)\".*" "\\1" found "${line}")
+    if(NOT found STREQUAL expected)
+      message(FATAL_ERROR "sf_add_plugin(${name}): ${arg_MANIFEST} says ${key} = \"${found}\", expected \"${expected}\"")
+    endif()
+  endforeach()
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${manifest}")
 
   # The manifest as an ELF note: header, owner "sf-plugin", then the bytes of the file.

@@ -51,6 +51,9 @@ struct Scratch {
     text = replaced(text, folder.path.string(), "FOLDER");
     text = replaced(text, fs::canonical(good_plugins()).string(), "GOOD");
     text = replaced(text, fs::canonical(bad_plugins()).string(), "BAD");
+    const std::string abi = "(ABI " + std::to_string(SF_ABI_MAJOR) + "." + std::to_string(SF_ABI_MINOR) + ")";
+    text = replaced(text, std::string("this host is ") + SF_SDK_VERSION + " " + abi, "this host is VERSION (ABI NUMBER)");
+    text = replaced(text, abi, "(ABI NUMBER)");
     for (std::size_t at = text.find(", g++ "); at != std::string::npos; at = text.find(", g++ ", at + 6)) {
       text.replace(at + 6, text.find(')', at) - at - 6, "X");
     }
