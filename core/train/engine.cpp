@@ -10,6 +10,7 @@
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
 #include "sf/algorithm.hpp"
+#include "sf/comm.hpp"
 
 namespace sf {
 namespace {
@@ -37,6 +38,12 @@ auto guarded(const EngineContext& context, Body&& body) {
 class EngineLibrary final : public Engine {
  public:
   const void* service(std::string_view id) override {
+    if (id == kCommService) {
+      if (ranks_.empty() || ranks_.back()->comm == nullptr) {
+        throw Error(ExitCode::kPlugin, "there are no collectives: the run has one process, or its ranks have not met yet", "ask in Algorithm::bind or later, and do without when there are none");
+      }
+      return static_cast<const Comm*>(ranks_.back()->comm.get());
+    }
     return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : id == kFloat8HeadsService ? static_cast<const void*>(&float8_heads()) : nullptr;
   }
   std::vector<SizeLine> sizes(const EngineContext& context) override {

@@ -122,7 +122,7 @@ struct SizeLine {
 
 class Engine {
  public:
-  /// A service for plugins ("sf.ops/1"), null when unknown.
+  /// A service for plugins ("sf.ops/1", "sf.comm/1"), null when unknown. Throws Error(kPlugin) with the reason when it is known and not there.
   virtual const void* service(std::string_view id) = 0;
   /// Sizes from the algorithm's parameter list; needs a created algorithm, no device and no weights.
   virtual std::vector<SizeLine> sizes(const EngineContext&) = 0;

@@ -282,7 +282,8 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
           .recompute = plan.get<std::vector<std::string>>("training.recompute"),
           .recorder = session->recorder.get(),
           .capture = {.shapes_at_most = shapes_at_most(session->batch_shape), .static_shapes = session->batch_shape.is_static},
-          .transforms = session->transforms.get()});
+          .transforms = session->transforms.get(),
+          .plugin = plan.get<std::string>("algorithm.name")});
   if (session->recorder != nullptr) {
     tell_about_capture(*session);
   }

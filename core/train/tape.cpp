@@ -176,6 +176,10 @@ TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& sp
 
 TapeRunner::~TapeRunner() = default;
 
+std::string TapeRunner::where(int64_t unit, int64_t use, const char* phase) const {
+  return (options_.plugin.empty() ? "" : "plugin \"" + options_.plugin + "\", ") + "unit '" + units_[unit]->spec->name + "', use " + std::to_string(use) + ", " + phase;
+}
+
 void TapeRunner::begin_window(const at::Tensor& seed, const StepInfo& step) {
   SF_CHECK(tape_.empty(), "a window begins while a micro-step of the last one is open");
   for (auto& unit : units_) {
@@ -374,7 +378,7 @@ std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValu
     }
   } catch (...) {
     abandon();
-    rethrow_within("unit '" + unit.spec->name + "', use " + std::to_string(use_number) + (evaluating ? ", evaluating" : ", forward"));
+    rethrow_within(where(index, use_number, evaluating ? "evaluating" : "forward"));
   }
   return values;
 }
@@ -540,12 +544,12 @@ void TapeRunner::backward(bool boundary) {
   std::vector<int64_t> left = used_;
   while (!tape_.empty()) {
     Use& use = tape_.back();
-    const std::string where = "unit '" + units_[use.unit]->spec->name + "', use " + std::to_string(use.use) + ", backward";
+    const int64_t unit = use.unit, number = use.use;   // the tape is gone once it is abandoned
     try {
       backward_use(use, left[use.unit]--, boundary);
     } catch (...) {
       abandon();
-      rethrow_within(where);
+      rethrow_within(where(unit, number, "backward"));
     }
     tape_.pop_back();
   }

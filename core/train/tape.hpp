@@ -36,6 +36,7 @@ class TapeRunner final : public Runner {
     GraphRecorder* recorder = nullptr;   // of CUDA graphs for the blocks, which are the units outside the shard group "root"; null: all run eagerly. Outlives the runner
     BlockCapture::Options capture = {};
     Transforms* transforms = nullptr;    // null: the tape computes all linears itself. Outlives the runner
+    std::string plugin = {};             // whose units these are: stands before what they throw; empty: nothing does
   };
 
   /// `units[i]` implements `specs[i]`; `sharding` has been built from the same specs. All outlive the runner.
@@ -124,6 +125,8 @@ class TapeRunner final : public Runner {
   Sharding& sharding_;
   Ops& ops_;
   Placement placement_;
+  std::string where(int64_t unit, int64_t use, const char* phase) const;
+
   Options options_;
 
   std::unique_ptr<BlockCapture> capture_;

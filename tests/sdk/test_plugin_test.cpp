@@ -74,3 +74,26 @@ TEST_CASE("plugin_test: ranks have collectives, and a failing rank's error is th
                                  }),
                        "on purpose", std::exception);
 }
+
+TEST_CASE("plugin_test: services reach the plugin; collectives only when the test has some") {
+  const std::string draft = plugin("host/fake_draft.so");
+  const auto said = [](const FakeHost& host, const std::string& text) {
+    for (const LogLine& line : host.log()) {
+      if (line.text.find(text) != std::string::npos) {
+        return true;
+      }
+    }
+    return false;
+  };
+  FakeHost alone({.plugin = draft});
+  const TinyRun run(alone);
+  CHECK(said(alone, "fake_draft: there are no collectives: this test has one process"));
+  alone.stop();
+  bool is_told = false;
+  run_ranks(1, [&](Comm& comm) {
+    FakeHost host({.plugin = draft, .comm = &comm});
+    const TinyRun one(host);
+    is_told = said(host, "fake_draft: 1 ranks, their sum is 1");
+  });
+  CHECK(is_told);
+}
