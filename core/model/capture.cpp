@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <chrono>
 #include <numeric>
+#include <optional>
 #include <utility>
 
 namespace sf {
@@ -67,7 +68,7 @@ class Progress {
 class Capture {
  public:
   Capture(const CaptureOptions& options, std::vector<FeatureTensor> features,
-          std::vector<TokenSample> samples, const Target& target, Progress& progress)
+          std::vector<TokenSample> samples, const Target* target, Progress& progress)
       : options_(options),
         features_(std::move(features)),
         samples_(std::move(samples)),
@@ -118,7 +119,11 @@ class Capture {
       std::copy(sample.begin(), sample.end(), ids + j * t);
       tokens += static_cast<int64_t>(sample.size());
     }
-    const TargetStates states = target_.forward(
+    if (target_ == nullptr) {   // tokens alone
+      progress_.add(tokens);
+      return;
+    }
+    const TargetStates states = target_->forward(
         {.input_ids_bt = ids_bt.to(options_.device), .layer_ids = layer_ids_, .last_state = last_state_});
     std::vector<bool> refused(rows.size(), false);
     for (size_t k = 0; k < features_.size(); ++k) {
@@ -157,7 +162,7 @@ class Capture {
   const CaptureOptions& options_;
   std::vector<FeatureTensor> features_;
   std::vector<TokenSample> samples_;
-  const Target& target_;
+  const Target* target_;            // null: no feature is of its states
   Progress& progress_;
   std::vector<int64_t> layer_ids_;  // all that any feature needs, ascending
   bool last_state_ = false;
@@ -165,7 +170,6 @@ class Capture {
 
 std::vector<FeatureTensor> described(const CaptureOptions& options, const TargetConfig& config,
                                      const std::string& source) {
-  SF_CHECK(!options.features.empty(), "a capture without features");
   std::vector<FeatureTensor> features;
   for (const CapturedFeature& wanted : options.features) {
     for (const int64_t id : wanted.layer_ids) {
@@ -251,14 +255,19 @@ CaptureResult capture_features(const CaptureOptions& options) {
     if (feature.last_state) layers_needed = config.num_hidden_layers;
     for (const int64_t id : feature.layer_ids) layers_needed = std::max(layers_needed, id + 1);
   }
-  const Target target = Target::load({.folder = options.target_folder,
-                                      .dtype = compute_type(config, options.device),
-                                      .device = options.device,
-                                      .layers_needed = layers_needed,
-                                      .embedding_key = options.embedding_key,
-                                      .lm_head_key = options.lm_head_key});
+  std::optional<Target> target;
+  if (!wanted.features.empty()) {
+    target = Target::load({.folder = options.target_folder,
+                           .dtype = compute_type(config, options.device),
+                           .device = options.device,
+                           .layers_needed = layers_needed,
+                           .embedding_key = options.embedding_key,
+                           .lm_head_key = options.lm_head_key});
+  } else {
+    say(Level::kInfo, "the algorithm reads nothing of the target's states: tokens and masks are stored alone");
+  }
   Progress progress(options, folder.tokens_left());
-  Capture capture(options, wanted.features, std::move(samples), target, progress);
+  Capture capture(options, wanted.features, std::move(samples), target ? &*target : nullptr, progress);
   const std::string recipe = wanted.recipe_fingerprint();
   for (size_t i = 0; i < folder.plan().size(); ++i) {
     if (folder.has(i)) continue;
