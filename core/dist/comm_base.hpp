@@ -47,7 +47,7 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks,
 std::unique_ptr<RankComm> open_gloo(RankGroup& group, const std::filesystem::path& library);
 
 /// Collectives on GPUs by NCCL, on a stream of their own. `engine_cuda`: handle of libsf_engine_cuda.so. `peer_copies`: between GPUs of one machine, gathers and
-/// reductions of registered buffers go by their copy engines (core/dist/peer_copies.hpp), where the machine allows it. Throws Error(kCommunication).
+/// reductions of registered buffers go by their copy engines (core/dist/peer_copies.hpp). Throws Error(kCommunication), also when they can't.
 std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, bool peer_copies);
 
 }  // namespace sf

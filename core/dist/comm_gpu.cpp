@@ -104,8 +104,10 @@ constexpr int64_t kPeerAlignment = 16;  // bytes, of a part in the sum's kernel
 class NcclComm final : public RankComm {
  public:
   NcclComm(RankGroup& ranks, at::Device device, const sf_nccl_api& api, bool peer_copies)
-      : RankComm(ranks), api_(api), device_(device), wants_peers_(peer_copies && size() > 1), main_(connect("main")) {
-    main_peers_ = meet_peers(main_);
+      : RankComm(ranks), api_(api), device_(device), uses_peers_(peer_copies), main_(connect("main")) {
+    if (uses_peers_) {
+      meet_peers(main_);
+    }
     group().watchdog().set_abort([this] {
       for (sf_nccl* channel : {reduction_, main_}) {
         if (channel != nullptr) {
@@ -120,13 +122,13 @@ class NcclComm final : public RankComm {
   }
 
   std::string library() const override {
-    return "NCCL " + version_text(api_.version) + (main_peers_ ? ", gathers and reductions by the GPUs' copy engines" : "");
+    return "NCCL " + version_text(api_.version) + (uses_peers_ ? ", gathers and reductions by the GPUs' copy engines" : "");
   }
 
   std::unique_ptr<CommWork> all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label, Channel channel) override {
     const std::string name = count("all_gather", label);
     check_parts(whole, part, size(), name);
-    if (const Shared* shared = shared_memory_of(part, channel)) {
+    if (const Shared* shared = shared_memory_of(part)) {
       return gather_from_peers(name, whole, part, *shared, channel);
     }
     return issue(name, api_.all_gather, channel, {.out = whole.data_ptr(), .in = part.const_data_ptr(), .count = part.nbytes(), .type = SF_NCCL_BYTES}, {whole, part});
@@ -135,7 +137,7 @@ class NcclComm final : public RankComm {
     const std::string name = count("reduce_scatter", label);
     check_parts(whole, part, size(), name, /*may_be_wide=*/true);
     const bool can_be_summed = part.scalar_type() == at::kFloat && static_cast<int64_t>(whole.nbytes()) / size() % kPeerAlignment == 0;
-    if (const Shared* shared = can_be_summed ? shared_memory_of(whole, channel) : nullptr) {
+    if (const Shared* shared = can_be_summed ? shared_memory_of(whole) : nullptr) {
       return sum_from_peers(name, part, whole, *shared, channel);
     }
     const at::Tensor narrow = part.scalar_type() == whole.scalar_type() ? part : at::empty(part.sizes(), whole.options());
@@ -163,7 +165,9 @@ class NcclComm final : public RankComm {
   void open_reduction_channel() override {
     if (reduction_ == nullptr) {
       reduction_ = connect("reduction");
-      reduction_peers_ = meet_peers(reduction_);
+      if (uses_peers_) {
+        meet_peers(reduction_);
+      }
     }
   }
   void register_buffer(const at::Tensor& buffer) override {
@@ -173,7 +177,7 @@ class NcclComm final : public RankComm {
         log_info("NCCL copies through buffers of its own, as it can't register ours: {}", problem.data());
       }
     }
-    if (main_peers_ || reduction_peers_) {
+    if (uses_peers_) {
       share(buffer);
     }
   }
@@ -202,35 +206,32 @@ class NcclComm final : public RankComm {
     return opened;
   }
 
-  // One text of each rank that holds a handle, or why there is none. Empty when one of them has none: then nobody goes on, and rank 0 has said why.
+  // One text of each rank that holds a handle, or why there is none. All ranks learn of it and end the run alike: what was asked for can't be had.
   std::vector<PeerHandle> exchange_handles(const PeerHandle& own, int failed, const Problem& problem, std::string_view what) {
     std::vector<PeerHandle> handles;
     for (const std::string& text : gather_texts(failed != 0 ? format("-{}", problem.data()) : to_hex(own), what)) {
       if (text.starts_with("-")) {
-        log_info("gathers and reductions go by NCCL alone: {}: {}", what, text.substr(1));
-        return {};
+        throw Error(ExitCode::kCommunication, format("training.peer_copies = true, and {} failed on rank {}: {}", what, handles.size(), text.substr(1)),
+                    "training.peer_copies = false leaves gathers and reductions to NCCL");
       }
       handles.push_back(from_hex<SF_PEER_HANDLE_BYTES>(text));
     }
     return handles;
   }
-  bool all_could(int failed, const Problem& problem, std::string_view what) {
-    return !exchange_handles(PeerHandle{}, failed, problem, what).empty();
-  }
+  void all_could(int failed, const Problem& problem, std::string_view what) { (void)exchange_handles(PeerHandle{}, failed, problem, what); }
 
-  bool meet_peers(sf_nccl* channel) {
-    if (!wants_peers_ || group().world().local_size != size() || size() > kPeersMost) {
-      return false;
+  void meet_peers(sf_nccl* channel) {
+    if (group().world().local_size != size() || size() > kPeersMost) {
+      throw Error(ExitCode::kCommunication,
+                  format("training.peer_copies = true, and of {} ranks {} are on this machine; it takes all of them, and at most {}", size(), group().world().local_size, kPeersMost),
+                  "training.peer_copies = false leaves gathers and reductions to NCCL");
     }
     Problem problem{};
     PeerHandle own{};
     int failed = api_.make_peers(channel, own.data(), problem.data(), problem.size());
     const std::vector<PeerHandle> handles = exchange_handles(own, failed, problem, "sharing memory with the other ranks");
-    if (handles.empty()) {
-      return false;
-    }
     failed = api_.meet_peers(channel, handles.data(), problem.data(), problem.size());
-    return all_could(failed, problem, "opening the other ranks' memory");
+    all_could(failed, problem, "opening the other ranks' memory");
   }
 
   void share(const at::Tensor& buffer) {
@@ -238,11 +239,7 @@ class NcclComm final : public RankComm {
     PeerHandle own{};
     int failed = api_.share_memory(main_, buffer.const_data_ptr(), own.data(), problem.data(), problem.size());
     const std::vector<PeerHandle> handles = exchange_handles(own, failed, problem, "sharing a buffer with the other ranks");
-    if (handles.empty()) {
-      return;
-    }
     Shared shared{.begin = static_cast<const char*>(buffer.const_data_ptr()), .bytes = buffer.nbytes(), .of_rank = {}};
-    failed = 0;
     for (int64_t rank = 0; rank < size() && failed == 0; ++rank) {
       void* there = buffer.data_ptr();
       if (rank != this->rank()) {
@@ -250,21 +247,18 @@ class NcclComm final : public RankComm {
       }
       shared.of_rank.push_back(static_cast<const char*>(there));
     }
-    if (all_could(failed, problem, "opening a buffer of the other ranks")) {
-      shared_.push_back(std::move(shared));
-    }
+    all_could(failed, problem, "opening a buffer of the other ranks");
+    shared_.push_back(std::move(shared));
   }
 
   sf_nccl* of(Channel channel) const { return channel == Channel::reduction && reduction_ != nullptr ? reduction_ : main_; }
 
-  // Null: not registered, or not on this channel. The same on all ranks, which register the same buffers.
-  const Shared* shared_memory_of(const at::Tensor& tensor, Channel channel) const {
+  // Null: not registered. The same on all ranks, which register the same buffers.
+  const Shared* shared_memory_of(const at::Tensor& tensor) const {
     const auto* data = static_cast<const char*>(tensor.const_data_ptr());
-    if (of(channel) == main_ ? main_peers_ : reduction_peers_) {
-      for (const Shared& shared : shared_) {
-        if (data >= shared.begin && data + tensor.nbytes() <= shared.begin + shared.bytes) {
-          return &shared;
-        }
+    for (const Shared& shared : shared_) {
+      if (data >= shared.begin && data + tensor.nbytes() <= shared.begin + shared.bytes) {
+        return &shared;
       }
     }
     return nullptr;
@@ -341,10 +335,9 @@ class NcclComm final : public RankComm {
 
   const sf_nccl_api& api_;
   at::Device device_;
-  bool wants_peers_ = false;
+  bool uses_peers_ = false;                             // gathers and reductions copy between the ranks' GPUs
   sf_nccl* main_ = nullptr;
   sf_nccl* reduction_ = nullptr;
-  bool main_peers_ = false, reduction_peers_ = false;   // the channel can copy between the ranks' GPUs
   std::vector<Shared> shared_;
   at::Tensor received_, received_beside_;               // of a reduction: parts of the other ranks; by channel
 };

@@ -237,6 +237,28 @@ TEST_CASE("rules: recorded blocks want static shapes (K1, K2, K3), blocks that c
   CHECK(moved.text().find("graphs of changing shapes are not supported") != std::string::npos);
 }
 
+TEST_CASE("rules: copies between GPUs are refused on the CPU and have no effect with one rank") {
+  const auto found = [](const char* device, std::int64_t ranks) {
+    Diagnostics problems;
+    Schema schema;
+    schema.add(host_manifest(), problems);
+    RawValues raw;
+    apply_overrides({"model.target_model_path=/target", "algorithm.name=mydraft", "training.peer_copies=true"}, raw, problems);
+    PlanValues values = schema.resolve(raw, {}, false, problems);
+    std::vector<std::string> undecided;
+    const std::set<std::string> names = {"mydraft", "fsdp2"};
+    check_rules(host_manifest().rules, {values, {{"fact.device.kind", std::string(device)}, {"fact.world_size", ranks}}, {"stable-parameters"}, names}, problems, undecided);
+    std::string out;
+    for (const Diagnostic& one : problems.all()) {
+      out += (out.empty() ? "" : " ") + one.id;
+    }
+    return out;
+  };
+  CHECK(found("cuda", 2).empty());
+  CHECK(found("cuda", 1) == "host/peer-copies-on-one-rank");
+  CHECK(found("cpu", 2) == "host/peer-copies-on-cpu");
+}
+
 TEST_CASE("fsdp2 rules: what only several ranks make use of is warned about with one") {
   struct Row {
     const char* set;
