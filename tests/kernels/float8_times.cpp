@@ -16,7 +16,7 @@ using sf::test::time_line;
 
 const at::TensorOptions kHalf = at::TensorOptions(at::Device(at::kCUDA, 0)).dtype(at::kBFloat16);
 constexpr int64_t kWorkspace = int64_t{32} << 20;
-at::Tensor workspace, scalar;
+at::Tensor workspace, scalar, inverse;  // set and dropped by main: they must not outlive CUDA
 
 at::Tensor normal(int64_t r, int64_t c) { return at::randn({r, c}, kHalf); }
 at::Tensor bytes(at::IntArrayRef shape) { return at::empty(shape, kHalf.dtype(at::kByte)); }
@@ -24,7 +24,7 @@ at::Tensor bytes(at::IntArrayRef shape) { return at::empty(shape, kHalf.dtype(at
 void encode(const at::Tensor& x, Float8 format, void* rows, void* columns) {
   sf::check_launch("encode", sf::cuda_launchers()->float8_encode({.type = sf::kernel_type(x), .format = format, .r = x.size(0), .c = x.size(1), .x_rc = x.const_data_ptr(),
                                                                   .amax = scalar.const_data_ptr<float>(), .amax_r = nullptr, .amax_c = nullptr, .values_rc = rows, .values_cr = columns,
-                                                                  .inverse_scale = scalar.data_ptr<float>() + 1, .inverse_scale_r = nullptr, .inverse_scale_c = nullptr, .alarm = nullptr},
+                                                                  .inverse_scale = inverse.data_ptr<float>(), .inverse_scale_r = nullptr, .inverse_scale_c = nullptr, .alarm = nullptr},
                                                                  sf::stream_of(x)));
 }
 
@@ -73,7 +73,7 @@ void products(const std::string& name, int64_t m, int64_t n, int64_t k, std::ini
     const auto once = [&](int32_t choice) {
       return sf::cuda_launchers()->float8_product({.m = m, .n = n, .k = k, .a_format = variant.a_format, .b_format = Float8::e4m3, .d_type = variant.d_type, .adds = variant.adds,
                                                    .fast_accumulation = variant.fast, .row_wise = false, .choice = choice, .a_mk = a.const_data_ptr(), .b_nk = b.const_data_ptr(),
-                                                   .a_scale = scalar.const_data_ptr<float>() + 1, .b_scale = scalar.const_data_ptr<float>() + 1, .d_mn = d.mutable_data_ptr(),
+                                                   .a_scale = inverse.const_data_ptr<float>(), .b_scale = inverse.const_data_ptr<float>(), .d_mn = d.mutable_data_ptr(),
                                                    .workspace = workspace.mutable_data_ptr(), .workspace_bytes = kWorkspace}, sf::stream_of(d));
     };
     const double size = d.element_size() * (variant.adds ? 2.0 : 1.0);
@@ -107,7 +107,8 @@ int main() {
     return 0;
   }
   workspace = bytes({kWorkspace});
-  scalar = at::ones({2}, kHalf.dtype(at::kFloat)).mul(5);
+  scalar = at::full({}, 5.0, kHalf.dtype(at::kFloat));
+  inverse = at::ones({}, kHalf.dtype(at::kFloat));
   {
     const at::Tensor x = at::randn({int64_t{1} << 30}, kHalf);
     at::Tensor y = at::empty_like(x);
@@ -142,5 +143,6 @@ int main() {
                draft.rows == 16384 ? 8 : 1);
     }
   }
+  workspace = scalar = inverse = at::Tensor();
   return 0;
 }

@@ -133,6 +133,30 @@ __device__ inline void warp_amax_of(uint32_t bits, float* amax) {
   }
 }
 
+// As warp_amax_of for a whole block, one attempt: `before` is what *amax held when the block began, read so early that nobody waits for it. All threads come here.
+__device__ inline uint32_t amax_before(const float* amax) { return amax == nullptr ? 0 : *reinterpret_cast<const volatile uint32_t*>(amax); }
+
+template <class T>
+__device__ inline void block_amax_of(uint32_t bits, uint32_t before, float* amax) {
+  __shared__ uint32_t of_warps[32];
+  if (amax == nullptr) {
+    return;  // for all threads alike
+  }
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = (blockDim.x + 31) / 32;
+  if (lane == 0) {
+    of_warps[warp] = bits;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    bits = magnitude(to_float(from_float<T>(__uint_as_float(__reduce_max_sync(0xffffffffu, lane < warps ? of_warps[lane] : 0)))));
+    if (lane == 0 && bits > before) {
+      atomicMax(reinterpret_cast<unsigned*>(amax), bits);
+    }
+  }
+  __syncthreads();  // the next call may come at once
+}
+
 template <int N>
 __device__ inline void note(uint32_t& most, const float (&x)[N]) {
 #pragma unroll

@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(Float8Encode a) {
   for (int i = 0; i < kRows; ++i) {
     const float s = kRowWise ? scales[row_group * kRows + i] : scale;
 #pragma unroll
-    for (int k = 0; k < kColumns / 4; ++k) {
-      words[i][k] = encode_four<kFormat>(at(i, 4 * k) * s, at(i, 4 * k + 1) * s, at(i, 4 * k + 2) * s, at(i, 4 * k + 3) * s);
+    for (int k = 0; k < kColumns / 4; ++k) {  // zero behind the end, whatever the scale
+      words[i][k] = row + i < a.r ? encode_four<kFormat>(at(i, 4 * k) * s, at(i, 4 * k + 1) * s, at(i, 4 * k + 2) * s, at(i, 4 * k + 3) * s) : 0;
     }
     if (a.values_rc != nullptr && row + i < a.r && c < a.c) {
       *reinterpret_cast<uint4*>(static_cast<unsigned char*>(a.values_rc) + (row + i) * a.c + c) = make_uint4(words[i][0], words[i][1], words[i][2], words[i][3]);
@@ -234,7 +234,9 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(Float8Encode a) {
 #pragma unroll
       for (int n = 4 * k; n < 4 * k + 4; ++n) {
         const float s = scales[kTile + group * kColumns + n];
-        tile[word_of(group * kColumns + n, row_group)] = encode_four<kFormat>(at(0, n) * s, at(1, n) * s, at(2, n) * s, at(3, n) * s);
+        const int64_t left = a.r - row;  // rows of these four that are there
+        const uint32_t kept = left >= kRows ? 0xffffffffu : left <= 0 ? 0u : (1u << 8 * left) - 1;
+        tile[word_of(group * kColumns + n, row_group)] = encode_four<kFormat>(at(0, n) * s, at(1, n) * s, at(2, n) * s, at(3, n) * s) & kept;
       }
     } else {
       const uint32_t rows[4] = {words[0][k], words[1][k], words[2][k], words[3][k]};

@@ -282,7 +282,7 @@ struct Float8Product {
   int32_t choice;            // which of cuBLASLt's proposals, best first; 0 outside of measurements
   const void* a_mk;
   const void* b_nk;
-  const float* a_scale;
+  const float* a_scale;      // at multiples of 16 bytes, as all of cuBLASLt's
   const float* b_scale;
   void* d_mn;
   void* workspace;

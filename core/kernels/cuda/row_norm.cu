@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
     residual += row * a.h;
     source = static_cast<T*>(a.sum_rh) + row * a.h;
   }
+  const uint32_t before = amax_before(a.amax);
   float squares = 0;
   for (int64_t c = threadIdx.x * N; c < a.h; c += blockDim.x * N) {
     float v[N];
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
     store(y + c, v);
     note(most, v);
   }
-  warp_amax_of<T>(most, a.amax);
+  block_amax_of<T>(most, before, a.amax);
 }
 
 // gradient of w * x * inverse: with u = x * inverse, (g w - u mean(g w u)) * inverse.

@@ -9,6 +9,7 @@ constexpr int kThreads = 256;
 template <class T, int N, bool kBackward>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(Swiglu a) {
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
+  const uint32_t before = amax_before(a.amax), before_up = kBackward ? amax_before(a.amax_up) : 0;
   uint32_t most = 0, most_up = 0;
   if (at < a.count) {
     float gate[N], up[N];
@@ -38,9 +39,9 @@ __global__ void __launch_bounds__(kThreads) swiglu_kernel(Swiglu a) {
       note(most_up, up);
     }
   }
-  warp_amax_of<T>(most, a.amax);
+  block_amax_of<T>(most, before, a.amax);
   if (kBackward) {
-    warp_amax_of<T>(most_up, a.amax_up);
+    block_amax_of<T>(most_up, before_up, a.amax_up);
   }
 }
 
