@@ -67,6 +67,7 @@ __device__ inline void store(T* to, const float (&in)[N]) {
   *reinterpret_cast<Vector<T, N>*>(to) = v;
 }
 
+#ifdef __CUDACC__  // tests/kernels/fibers.hpp has its own
 __device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // Copies without waiting; zeros when the source is not `valid` (it must still be an address).
@@ -84,6 +85,7 @@ template <int Left>
 __device__ inline void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
 }
+#endif
 
 template <int Width = 32>
 __device__ inline float warp_sum(float x) {

@@ -1,0 +1,339 @@
+// Kernels without tensor cores, their own source run on the CPU (fibers.hpp), against float64: values, every element written, largest magnitudes.
+#include <doctest/doctest.h>
+
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/kernels/cuda/functions.hpp"
+
+using namespace sf::cuda;
+
+namespace {
+
+using Bf16 = __nv_bfloat16;
+using Doubles = std::vector<double>;
+
+double wide(float x) { return x; }
+double wide(Bf16 x) { return __bfloat162float(x); }
+template <class T>
+T narrow(float x) {
+  if constexpr (sizeof(T) == 2) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return x;
+  }
+}
+template <class T>
+constexpr Type kType = sizeof(T) == 2 ? Type::bfloat16 : Type::float32;
+
+std::mt19937& generator() {
+  static std::mt19937 one(71);
+  return one;
+}
+
+// Numbers at a multiple of 16 bytes; NaN until they are written.
+template <class T>
+class Numbers {
+ public:
+  explicit Numbers(int64_t count) : raw_(static_cast<size_t>(count) + 16 / sizeof(T)), count_(count) {
+    begin_ = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(raw_.data()) + 15) / 16 * 16);
+    for (int64_t i = 0; i < count; ++i) {
+      begin_[i] = narrow<T>(std::numeric_limits<float>::quiet_NaN());
+    }
+  }
+  Numbers(const Numbers&) = delete;
+  Numbers& operator=(const Numbers&) = delete;
+
+  void draw() {
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < count_; ++i) {
+      begin_[i] = narrow<T>(normal(generator()));
+    }
+  }
+  [[nodiscard]] T* data() { return begin_; }
+  [[nodiscard]] int64_t count() const { return count_; }
+  [[nodiscard]] double at(int64_t i) const { return wide(begin_[i]); }
+  void set(int64_t i, float x) { begin_[i] = narrow<T>(x); }
+
+ private:
+  std::vector<T> raw_;
+  T* begin_ = nullptr;
+  int64_t count_ = 0;
+};
+
+template <class T>
+void check_near(const char* what, const Numbers<T>& found, const Doubles& expected) {
+  CAPTURE(what);
+  double error = 0, size = 0;
+  for (int64_t i = 0; i < found.count(); ++i) {
+    const double e = expected[static_cast<size_t>(i)], d = found.at(i) - e;
+    error += d * d;
+    size += e * e;
+  }
+  CHECK(std::sqrt(error) <= (sizeof(T) == 2 ? 4e-3 : 2e-6) * std::sqrt(size));  // NaN is never at most
+}
+
+template <class T>
+void check_magnitude(const char* what, const Numbers<T>& of, float found) {
+  CAPTURE(what);
+  double most = 0;
+  for (int64_t i = 0; i < of.count(); ++i) {
+    most = std::max(most, std::abs(of.at(i)));
+  }
+  CHECK(found == most);
+}
+
+void check_started(Error error) { CHECK(std::string(error == nullptr ? "" : error) == ""); }
+
+struct ConvolutionShape {
+  int64_t blocks, block_size, taps, h, groups;
+};
+
+template <class T>
+void check_convolution(const ConvolutionShape& shape) {
+  const auto [blocks, j, taps, h, groups] = shape;
+  CAPTURE(j);
+  CAPTURE(taps);
+  CAPTURE(h);
+  CAPTURE(groups);
+  const int64_t rows = blocks * j, group_size = h / groups, stride = 2 * taps * groups;  // one of two sides of coefficients
+  Numbers<T> x(rows * h), grad_y(rows * h), delta(rows * stride), base(taps * h), y(rows * h), grad_x(rows * h), grad_delta(rows * taps * groups), grad_base(taps * h);
+  Numbers<float> partial(convolution_partials(blocks) * taps * h);
+  for (Numbers<T>* in : {&x, &grad_y, &delta, &base}) {
+    in->draw();
+  }
+  float amax = 0;
+  GroupedConvolution a{.type = kType<T>, .rows = rows, .h = h, .taps = taps, .groups = groups, .block_size = j, .delta_row_stride = stride, .x_rh = x.data(), .delta_rtc = delta.data(), .base_th = base.data()};
+  a.y_rh = y.data();
+  a.amax = &amax;
+  check_started(grouped_convolution_forward(a, nullptr));
+  check_magnitude("y", y, amax);
+  amax = 0;
+  a.y_rh = nullptr;
+  a.grad_y_rh = grad_y.data();
+  a.grad_x_rh = grad_x.data();
+  a.grad_delta_rtc = grad_delta.data();
+  a.grad_base_th = grad_base.data();
+  a.partial_pth = partial.data();
+  check_started(grouped_convolution_backward(a, nullptr));
+  check_magnitude("gradient of x", grad_x, amax);
+  const auto zeros = [](int64_t count) { return Doubles(static_cast<size_t>(count)); };
+  Doubles y_found = zeros(y.count()), x_found = zeros(x.count()), delta_found = zeros(grad_delta.count()), base_found = zeros(base.count());
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t t = 0; t <= r % j && t < taps; ++t) {
+      for (int64_t c = 0; c < h; ++c) {
+        const double factor = base.at(t * h + c) + delta.at(r * stride + t * groups + c / group_size), value = x.at((r - t) * h + c), g = grad_y.at(r * h + c);
+        y_found[static_cast<size_t>(r * h + c)] += factor * value;
+        x_found[static_cast<size_t>((r - t) * h + c)] += factor * g;
+        delta_found[static_cast<size_t>((r * taps + t) * groups + c / group_size)] += g * value;
+        base_found[static_cast<size_t>(t * h + c)] += g * value;
+      }
+    }
+  }
+  check_near("y", y, y_found);
+  check_near("gradient of x", grad_x, x_found);
+  check_near("gradient of delta", grad_delta, delta_found);
+  check_near("gradient of base", grad_base, base_found);
+}
+
+template <class T>
+void check_norm(int64_t r, int64_t h, bool has_residual, bool wants_weight) {
+  CAPTURE(r);
+  CAPTURE(h);
+  CAPTURE(has_residual);
+  CAPTURE(wants_weight);
+  Numbers<T> x(r * h), residual(r * h), weight(h), grad_y(r * h), grad_sum(r * h), sum(r * h), y(r * h), grad_x(r * h), grad_weight(h);
+  Numbers<float> inverse(r), partial(rms_norm_partials(r) * h);
+  for (Numbers<T>* in : {&x, &residual, &weight, &grad_y, &grad_sum}) {
+    in->draw();
+  }
+  float amax = 0;
+  check_started(rms_norm_forward({.type = kType<T>, .r = r, .h = h, .eps = 1e-6, .x_rh = x.data(), .residual_rh = has_residual ? residual.data() : nullptr, .weight_h = weight.data(),
+                                  .sum_rh = has_residual ? sum.data() : nullptr, .y_rh = y.data(), .inverse_r = inverse.data(), .amax = &amax}, nullptr));
+  check_magnitude("y", y, amax);
+  amax = 0;
+  Numbers<T>& in = has_residual ? sum : x;
+  check_started(rms_norm_backward({.type = kType<T>, .r = r, .h = h, .x_rh = in.data(), .weight_h = weight.data(), .inverse_r = inverse.data(), .grad_y_rh = grad_y.data(),
+                                   .grad_sum_rh = has_residual ? grad_sum.data() : nullptr, .grad_x_rh = grad_x.data(), .grad_weight_h = wants_weight ? grad_weight.data() : nullptr,
+                                   .partial_ph = partial.data(), .amax = &amax}, nullptr));
+  check_magnitude("gradient of x", grad_x, amax);
+  Doubles y_found(static_cast<size_t>(r * h)), x_found(y_found.size()), weight_found(static_cast<size_t>(h));
+  for (int64_t i = 0; i < r; ++i) {
+    double squares = 0, along = 0;
+    for (int64_t c = 0; c < h; ++c) {
+      squares += in.at(i * h + c) * in.at(i * h + c);
+    }
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(h) + 1e-6);
+    for (int64_t c = 0; c < h; ++c) {
+      const double unit = in.at(i * h + c) * scale, g = grad_y.at(i * h + c);
+      y_found[static_cast<size_t>(i * h + c)] = unit * weight.at(c);
+      weight_found[static_cast<size_t>(c)] += g * unit;
+      along += g * weight.at(c) * unit / static_cast<double>(h);
+    }
+    for (int64_t c = 0; c < h; ++c) {
+      x_found[static_cast<size_t>(i * h + c)] =
+          (grad_y.at(i * h + c) * weight.at(c) - in.at(i * h + c) * scale * along) * scale + (has_residual ? grad_sum.at(i * h + c) : 0);
+    }
+  }
+  check_near("y", y, y_found);
+  check_near("gradient of x", grad_x, x_found);
+  if (wants_weight) {
+    check_near("gradient of the weight", grad_weight, weight_found);
+  }
+}
+
+template <class T>
+void check_swiglu(int64_t count) {
+  CAPTURE(count);
+  Numbers<T> gate(count), up(count), grad_y(count), y(count), grad_gate(count), grad_up(count);
+  for (Numbers<T>* in : {&gate, &up, &grad_y}) {
+    in->draw();
+  }
+  float amax = 0, amax_up = 0;
+  Swiglu a{.type = kType<T>, .count = count, .gate = gate.data(), .up = up.data(), .y = y.data()};
+  a.amax = &amax;
+  check_started(swiglu_forward(a, nullptr));
+  check_magnitude("y", y, amax);
+  amax = 0;
+  a.grad_y = grad_y.data();
+  a.grad_gate = grad_gate.data();
+  a.grad_up = grad_up.data();
+  a.amax_up = &amax_up;
+  check_started(swiglu_backward(a, nullptr));
+  check_magnitude("gradient of gate", grad_gate, amax);
+  check_magnitude("gradient of up", grad_up, amax_up);
+  Doubles y_found(static_cast<size_t>(count)), gate_found(y_found.size()), up_found(y_found.size());
+  for (int64_t i = 0; i < count; ++i) {
+    const auto at = static_cast<size_t>(i);
+    const double x = gate.at(i), sigmoid = 1 / (1 + std::exp(-x));
+    y_found[at] = x * sigmoid * up.at(i);
+    up_found[at] = grad_y.at(i) * x * sigmoid;
+    gate_found[at] = grad_y.at(i) * up.at(i) * sigmoid * (1 + x * (1 - sigmoid));
+  }
+  check_near("y", y, y_found);
+  check_near("gradient of gate", grad_gate, gate_found);
+  check_near("gradient of up", grad_up, up_found);
+}
+
+// Bytes at a multiple of 16.
+class Bytes {
+ public:
+  explicit Bytes(int64_t count) : raw_(static_cast<size_t>(count) + 15, 0x55) {}
+  [[nodiscard]] unsigned char* data() { return reinterpret_cast<unsigned char*>((reinterpret_cast<uintptr_t>(raw_.data()) + 15) / 16 * 16); }
+
+ private:
+  std::vector<unsigned char> raw_;
+};
+
+template <class T>
+void check_encode(int64_t r, int64_t c, Float8 format, bool row_wise, bool is_bad) {
+  CAPTURE(r);
+  CAPTURE(c);
+  CAPTURE(static_cast<int>(format));
+  CAPTURE(row_wise);
+  CAPTURE(is_bad);
+  const int64_t padded = float8_padded(r);
+  Numbers<T> x(r * c);
+  x.draw();
+  if (is_bad) {
+    x.set(r / 2 * c + 3, std::numeric_limits<float>::infinity());
+  }
+  Numbers<float> amax_r(r), amax_c(c), inverse_r(r), inverse_c(c);
+  float amax = 7, inverse = 0, alarm = 0;
+  Bytes rows(r * c), columns(c * padded), transposed(c * padded);
+  check_started(float8_amax({.type = kType<T>, .r = r, .c = c, .x_rc = x.data(), .amax = row_wise ? nullptr : &amax, .amax_r = amax_r.data(), .amax_c = amax_c.data()}, nullptr));
+  check_started(float8_encode({.type = kType<T>, .format = format, .r = r, .c = c, .x_rc = x.data(), .amax = row_wise ? nullptr : &amax, .amax_r = amax_r.data(), .amax_c = amax_c.data(),
+                               .values_rc = rows.data(), .values_cr = columns.data(), .inverse_scale = &inverse, .inverse_scale_r = inverse_r.data(), .inverse_scale_c = inverse_c.data(),
+                               .alarm = &alarm}, nullptr));
+  const double most = format == Float8::e4m3 ? 448 : 57344;
+  const auto scale_over = [&](int64_t first_row, int64_t last_row, int64_t first_column, int64_t last_column) {
+    double largest = 0;
+    for (int64_t i = first_row; i < last_row; ++i) {
+      for (int64_t k = first_column; k < last_column; ++k) {
+        largest = std::max(largest, std::abs(x.at(i * c + k)));
+      }
+    }
+    return std::isfinite(largest) ? static_cast<float>(most / std::max(largest, 1e-12)) : std::numeric_limits<float>::quiet_NaN();
+  };
+  const auto byte_of = [&](double value, float scale) {
+    return __nv_cvt_float_to_fp8(static_cast<float>(value) * scale, __NV_SATFINITE, format == Float8::e4m3 ? __NV_E4M3 : __NV_E5M2);
+  };
+  int64_t wrong_rows = 0, wrong_columns = 0, wrong_ends = 0;
+  const float of_all = scale_over(0, r, 0, c);
+  for (int64_t i = 0; i < r; ++i) {
+    const float scale = row_wise ? scale_over(i, i + 1, 0, c) : of_all;
+    for (int64_t k = 0; k < c; ++k) {
+      wrong_rows += rows.data()[i * c + k] != byte_of(x.at(i * c + k), scale) ? 1 : 0;
+    }
+  }
+  for (int64_t k = 0; k < c; ++k) {
+    const float scale = row_wise ? scale_over(0, r, k, k + 1) : of_all;
+    for (int64_t i = 0; i < padded; ++i) {
+      const unsigned char byte = columns.data()[k * padded + i];
+      if (i < r) {
+        wrong_columns += byte != byte_of(x.at(i * c + k), scale) ? 1 : 0;
+      } else {
+        wrong_ends += byte != 0 ? 1 : 0;
+      }
+    }
+  }
+  CHECK(wrong_rows == 0);
+  CHECK(wrong_columns == 0);
+  CHECK(wrong_ends == 0);
+  CHECK(alarm == (is_bad ? 1 : 0));
+  if (!row_wise) {
+    CHECK((is_bad ? std::isnan(inverse) : inverse == 1 / of_all));
+    check_started(float8_transpose({.r = r, .c = c, .values_rc = rows.data(), .values_cr = transposed.data()}, nullptr));
+    CHECK(std::memcmp(transposed.data(), columns.data(), static_cast<size_t>(c * padded)) == 0);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("on the CPU: the convolution's kernels, with two taps and whole rows and otherwise") {
+  for (const ConvolutionShape& shape : {ConvolutionShape{3, 4, 2, 512, 32}, {9, 7, 2, 512, 128}, {5, 3, 2, 1024, 8}, {40, 1, 2, 512, 16}, {3, 5, 3, 96, 6}, {2, 4, 2, 64, 4}, {3, 2, 4, 8, 8}}) {
+    check_convolution<Bf16>(shape);
+    check_convolution<float>(shape);
+  }
+  check_convolution<Bf16>({1030, 5, 2, 512, 64});  // more blocks of rows than partial sums
+}
+
+TEST_CASE("on the CPU: row norms, rows that fit a block of threads and longer ones") {
+  for (const bool has_residual : {false, true}) {
+    for (const bool wants_weight : {false, true}) {
+      for (const auto& [r, h] : {std::pair<int64_t, int64_t>{5, 8}, {3, 7}, {2, 4096}, {3, 2056}, {2, 12296}}) {
+        check_norm<Bf16>(r, h, has_residual, wants_weight);
+        check_norm<float>(r, h, has_residual, wants_weight);
+      }
+      check_norm<Bf16>(1100, 64, has_residual, wants_weight);  // more rows than blocks
+    }
+  }
+}
+
+TEST_CASE("on the CPU: swiglu and its gradients") {
+  for (const int64_t count : {1, 13, 64, 4096, 5000}) {
+    check_swiglu<Bf16>(count);
+    check_swiglu<float>(count);
+  }
+}
+
+TEST_CASE("on the CPU: float8 casts, byte for byte, with NaN under an infinite magnitude and zeros behind the rows") {
+  for (const Float8 format : {Float8::e4m3, Float8::e5m2}) {
+    for (const bool row_wise : {false, true}) {
+      for (const bool is_bad : {false, true}) {
+        for (const auto& [r, c] : {std::pair<int64_t, int64_t>{1, 16}, {20, 32}, {129, 144}, {127, 128}}) {
+          check_encode<Bf16>(r, c, format, row_wise, is_bad);
+          check_encode<float>(r, c, format, row_wise, is_bad);
+        }
+      }
+    }
+  }
+}
