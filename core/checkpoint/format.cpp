@@ -387,14 +387,15 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
 
 namespace {
 
-// A value of [training] in the text of a resolved recipe; empty when it is not there.
+// A number of [training] in the text of a resolved recipe, without the comment that says where it is from; empty when it is not there.
 std::string training_value(const std::string& recipe, const std::string& key) {
   bool is_inside = false;
   for (const std::string& line : split(recipe, '\n')) {
     if (line.starts_with("[")) {
       is_inside = line.starts_with("[training]");
     } else if (is_inside && line.starts_with(key) && trim(line.substr(key.size())).starts_with("=")) {
-      return std::string(trim(line.substr(line.find('=') + 1)));
+      const std::string value = line.substr(line.find('=') + 1);
+      return std::string(trim(value.substr(0, value.find('#'))));
     }
   }
   return "";

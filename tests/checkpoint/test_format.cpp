@@ -301,13 +301,13 @@ TEST_CASE("checkpoint: a run that differs is not a continuation, and every diffe
 
 TEST_CASE("checkpoint: a learning rate that changed on the way is a warning with both values") {
   RunState saved = SmallRun(5).state();
-  saved.recipe = "[plugin.dflash2]\nlearning_rate = 7\n\n[training]\nlearning_rate = 0.01\nlearning_rate_of = 3\nmax_steps = 5\n";
+  saved.recipe = "[plugin.dflash2]\nlearning_rate = 7\n\n[training]\nlearning_rate = 0.01  # a.toml:26\nweight_decay = 0.1  # a.toml:27\nlearning_rate_of = 3\nmax_steps = 5\n";
   RunState now = saved;
-  now.recipe = "[plugin.dflash2]\nlearning_rate = 8\n\n[training]\nlearning_rate   = 0.5\nlearning_rate_of = 4\nmax_steps = 6\n";
+  now.recipe = "[plugin.dflash2]\nlearning_rate = 8\n\n[training]\nlearning_rate   = 0.5  # --set\nweight_decay = 0.1  # --set\nlearning_rate_of = 4\nmax_steps = 6\n";
   const Continuation result = compare_runs(saved, now);
   CHECK(result.errors.empty());
   REQUIRE(result.warnings.size() == 1);
-  CHECK(result.warnings[0].find("training.learning_rate was 0.01 and is 0.5") == 0);
+  CHECK(result.warnings[0].find("training.learning_rate was 0.01 and is 0.5:") == 0);
 }
 
 TEST_CASE("checkpoint: other ranks may share a window out in another way, as long as it is the same window") {
