@@ -2,6 +2,10 @@
 foreach(library libsf_engine.so libsf_engine_cuda.so libsf_graphs_cuda.so libsf_plugin_test.so)
   file(RPATH_CHANGE FILE ${CPACK_TEMPORARY_INSTALL_DIRECTORY}/lib/sf/${library} OLD_RPATH "${CPACK_SF_INSTALL_RPATH}" NEW_RPATH "${CPACK_SF_PACKAGE_RPATH}")
 endforeach()
+# find_package(Sf), too, and it says so when an author names a LibTorch that sf will not find.
+file(READ ${CPACK_TEMPORARY_INSTALL_DIRECTORY}/lib/cmake/Sf/SfConfig.cmake config)
+string(REGEX REPLACE "set\\(SF_BUILT_WITH_TORCH [^\n]*\n" "set(SF_BUILT_WITH_TORCH \"\")\n" config "${config}")
+file(WRITE ${CPACK_TEMPORARY_INSTALL_DIRECTORY}/lib/cmake/Sf/SfConfig.cmake "${config}")
 file(WRITE ${CPACK_TEMPORARY_INSTALL_DIRECTORY}/README
 "sf ${CPACK_PACKAGE_VERSION}: bin/sf-host runs from here. Verbs that need tensors want LibTorch beside it:
 

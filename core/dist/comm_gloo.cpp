@@ -75,7 +75,7 @@ const sf_gloo_api& open_library(const std::filesystem::path& path) {
   void* symbol = library == nullptr ? nullptr : dlsym(library, "sf_comm_gloo_v1");
   if (symbol == nullptr) {
     throw Error(ExitCode::kCommunication, "a CPU run of several ranks needs libsf_comm_gloo.so, and it can't be opened: " + std::string(dlerror()),
-                "install the gloo library (Debian: libgloo0) and build with SF_GLOO=ON; one rank, or ranks on GPUs, need none");
+                "install the gloo library (on Debian 12: apt-get install libgloo0); one rank, or ranks on GPUs, need none");
   }
   return *reinterpret_cast<const sf_gloo_api* (*)()>(symbol)();
 }

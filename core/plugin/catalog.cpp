@@ -222,9 +222,12 @@ class Inspection {
               "two copies of NCCL in a process do not see each other's groups",
               "leave the library out when linking");
       } else if (!is_installed(library, host_)) {
+        const bool is_torch = library.starts_with("libtorch") || library.starts_with("libc10");
         error("plugin/missing-library",
-              format("plugin \"{}\" needs {}, which is not installed", file_.name(), library), "",
-              "install the library, or a build of the plugin without it");
+              format("plugin \"{}\" needs {}, which is not installed", file_.name(), library),
+              is_torch ? "LibTorch is the host's, and this host finds none: neither beside itself nor where it was built" : "",
+              is_torch ? "put the torch wheel beside sf: python3 -m pip install --target PREFIX torch==2.11.0, or links PREFIX/torch and PREFIX/nvidia to the folders of an installed one"
+                       : "install the library, or a build of the plugin without it");
       }
     }
   }

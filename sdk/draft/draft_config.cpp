@@ -43,13 +43,13 @@ class Reader {
     return value->as_int();
   }
 
-  double number(const char* key, double fallback) {
+  double number(const char* key, double fallback, bool is_positive = false) {
     const Json* value = present(key);
     if (value == nullptr) {
       return fallback;
     }
-    if (!value->is_number() || !(value->as_double() >= 0)) {
-      complain(key, std::string("\"") + key + "\" is " + value->dump() + ", a number that is not negative expected");
+    if (!value->is_number() || !(value->as_double() >= 0) || (is_positive && value->as_double() == 0)) {
+      complain(key, std::string("\"") + key + "\" is " + value->dump() + ", a number " + (is_positive ? "above 0" : "that is not negative") + " expected");
       return fallback;
     }
     return value->as_double();
@@ -170,10 +170,7 @@ DraftConfig read_draft_config(const Json& config, RopeRounding rounding, ConfigP
   if (result.head_dim % 2 != 0 && (reader.present("head_dim") != nullptr || knows_heads)) {
     reader.complain("head_dim", "\"head_dim\" is " + std::to_string(result.head_dim) + "; rotary positions need an even one");
   }
-  result.rms_norm_eps = reader.number("rms_norm_eps", 1e-6);
-  if (result.rms_norm_eps == 0) {  // a row of zeros would have a norm that is not finite
-    reader.complain("rms_norm_eps", "\"rms_norm_eps\" is 0, a number above 0 expected");
-  }
+  result.rms_norm_eps = reader.number("rms_norm_eps", 1e-6, /*is_positive=*/true);  // with 0 a row of zeros would have a norm that is not finite
   result.initializer_range = reader.number("initializer_range", 0.02);
   result.attention_bias = reader.boolean("attention_bias", false);
   if (reader.present("is_causal") != nullptr) {

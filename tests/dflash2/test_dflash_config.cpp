@@ -301,7 +301,7 @@ TEST_CASE("draft configuration: sizes beyond all reason, lengths that are no num
                          Row{"vocab_size", "1000000000000", "at most 16777216 expected"}, Row{"block_size", "5000", "at most 1024 expected"},
                          Row{"dflash_config.selector_rank", "1000000000000", "at most 65536 expected"}, Row{"dflash_config.selector_top_k", "2000", "at most 1024 expected"},
                          Row{"max_position_embeddings", "\"a\"", "a positive integer expected"}, Row{"max_position_embeddings", "-3", "a positive integer expected"},
-                         Row{"rms_norm_eps", "0", "a number above 0 expected"}}) {
+                         Row{"rms_norm_eps", "0", "a number above 0 expected"}, Row{"rms_norm_eps", "\"small\"", "is \"small\", a number above 0 expected"}}) {
     CAPTURE(row.key);
     const std::string told = refusal({{row.key, row.value}});
     CAPTURE(told);

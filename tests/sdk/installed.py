@@ -83,6 +83,10 @@ def binaries_need_the_c_and_cxx_libraries_and_the_torch_wheel_alone():
         assert str(BUILD) not in ":".join(folders), (path, folders)
         if path.parent.name == "plugins" or path.parent.name == "bin":
             assert not folders, (path, folders)
+        if 'VERSION_ID="12"' in pathlib.Path("/etc/os-release").read_text():   # built here it runs on Debian 12 and Ubuntu 24.04: glibc 2.36, libstdc++ of g++ 12
+            for library, newest in (("GLIBC", (2, 36)), ("GLIBCXX", (3, 4, 30))):
+                wanted = re.findall(rf"\b{library}_([0-9.]+)", run("objdump", "-T", path).stdout)
+                assert max((tuple(map(int, version.split("."))) for version in wanted), default=(0,)) <= newest, (path, library, set(wanted))
     assert not dynamic(PREFIX / "bin/sf-host")[0] & wheel, "sf-host itself needs no LibTorch"
 
 
@@ -116,6 +120,24 @@ def the_tutorial_works_command_by_command_with_nothing_of_the_source_tree():
     assert str(ROOT) not in cache.replace(str(PREFIX), ""), "the build of the template knows the source tree"
 
 
+def clang_builds_plugins_too():
+    install()
+    if shutil.which("clang++") is None:
+        print("        there is no clang++ here")
+        return
+    folder = WORK / "with_clang"
+    (folder / "src").mkdir(parents=True)
+    for name in ("plugin.cpp", "plugin.toml"):
+        shutil.copy(PREFIX / "share/sf/template/tracker" / name, folder / "src")
+    (folder / "CMakeLists.txt").write_text("cmake_minimum_required(VERSION 3.25)\nproject(x LANGUAGES CXX)\nfind_package(Sf CONFIG REQUIRED)\nenable_testing()\n"
+                                           "sf_add_plugin(my_tracker KIND tracker TIER c MANIFEST src/plugin.toml SOURCES src/plugin.cpp)\n")
+    run("cmake", "-B", "build", f"-DCMAKE_PREFIX_PATH={PREFIX}", "-DCMAKE_CXX_COMPILER=clang++", cwd=folder)
+    run("cmake", "--build", "build", cwd=folder)
+    done = run(PREFIX / "bin/sf-plugin-check", folder / "build/lib/sf/plugins/my_tracker.so")
+    expect(done.stdout, " 0 failed, 0 skipped")
+    expect(run(PREFIX / "bin/sf-host", "doctor", "--plugin-path", folder / "build/lib/sf/plugins", code=None).stdout, "my_tracker.so (version 0.1.0, clang++ ")
+
+
 def another_libtorch_is_refused_when_the_plugin_is_configured():
     install()
     other = WORK / "other_torch" / "torch"
@@ -142,6 +164,9 @@ def the_tarball_runs_elsewhere_with_the_torch_wheel_beside_it():
     alone = run(unpacked / "bin/sf-host", *arguments, code=None)
     assert alone.returncode != 0, "without LibTorch a plan has no sizes"
     expect(alone.stdout + alone.stderr, "libtorch")
+    assert str(TORCH) not in (unpacked / "lib/cmake/Sf/SfConfig.cmake").read_text(), "a package knows nothing of this machine"
+    told = run("cmake", "-S", unpacked / "share/sf/template", "-B", WORK / "beside", f"-DCMAKE_PREFIX_PATH={unpacked}", f"-DSf_TORCH_ROOT={TORCH}").stderr
+    expect(re.sub(r"\s+", " ", told), "looks for LibTorch beside itself", f"ln -s {TORCH} {unpacked}/torch")
     (unpacked / "torch").symlink_to(TORCH)
     (unpacked / "nvidia").symlink_to(TORCH.parent / "nvidia")
     expect(run(unpacked / "bin/sf-host", *arguments).stdout, "weights", "optimizer", str(unpacked / "lib/sf/plugins/eagle3.so"))
@@ -151,7 +176,7 @@ def the_tarball_runs_elsewhere_with_the_torch_wheel_beside_it():
 if __name__ == "__main__":
     try:
         tiny.run_cases([the_tree_has_its_places_and_sf_host_finds_plugins_by_its_own_path, binaries_need_the_c_and_cxx_libraries_and_the_torch_wheel_alone,
-                        another_libtorch_is_refused_when_the_plugin_is_configured, the_tarball_runs_elsewhere_with_the_torch_wheel_beside_it,
+                        clang_builds_plugins_too, another_libtorch_is_refused_when_the_plugin_is_configured, the_tarball_runs_elsewhere_with_the_torch_wheel_beside_it,
                         the_tutorial_works_command_by_command_with_nothing_of_the_source_tree])
     finally:
         shutil.rmtree(WORK, ignore_errors=True)
