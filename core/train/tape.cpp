@@ -289,6 +289,7 @@ std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const 
   }
   take_leaves(unit);
   Context context(unit, ops_, phase_, options_.transforms);
+  forget_magnitudes();  // of what ran outside a unit, or was cut short by an error
   std::vector<at::Tensor> outputs = unit.unit->forward(context, inputs);
   forget_magnitudes();
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -448,6 +449,7 @@ std::vector<at::Tensor> TapeRunner::differentiate(UnitState& unit, const std::ve
   if (outputs.empty() || wanted.empty()) {
     return {};
   }
+  forget_magnitudes();
   std::vector<at::Tensor> found = torch::autograd::grad(outputs, wanted, gradients, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
   forget_magnitudes();
   for (size_t i = 0; i < wanted_parameters.size(); ++i) {
