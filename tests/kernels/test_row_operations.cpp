@@ -1,5 +1,6 @@
 #include <doctest/doctest.h>
 
+#include "core/kernels/magnitudes.hpp"
 #include "core/kernels/ops.hpp"
 #include "core/kernels/slow_paths.hpp"
 #include "sf/error.hpp"
@@ -152,4 +153,32 @@ TEST_CASE("kernels: what a plan for a GPU says of shapes: heads of 80, 96 and 25
   CHECK(sf::slow_grouped_convolution(2, 24) != nullptr);
   CHECK(sf::slow_head_objective(32) == nullptr);
   CHECK(sf::slow_head_objective(33) != nullptr);
+}
+
+TEST_CASE("magnitudes: what is known of a tensor holds for its memory, size and version, and is forgotten on demand") {
+  at::Tensor x = at::ones({4, 6});
+  CHECK(!sf::known_magnitude(x).defined());  // from here on they are asked for
+  const at::Tensor zero = sf::open_magnitude(x);
+  REQUIRE(zero.defined());
+  CHECK(zero.item<float>() == 0);
+  CHECK(sf::magnitude_pointer(zero) != sf::magnitude_pointer(sf::open_magnitude(x)));
+  *sf::magnitude_pointer(zero) = 1;
+  sf::note_magnitude(x, zero);
+  CHECK(sf::known_magnitude(x).item<float>() == 1);
+  CHECK(sf::known_magnitude(x.view({24})).item<float>() == 1);
+  CHECK(!sf::known_magnitude(x.narrow(0, 0, 2)).defined());
+  CHECK(!sf::known_magnitude(x.clone()).defined());
+  x.add_(1);
+  CHECK(!sf::known_magnitude(x).defined());
+  sf::note_magnitude(x, zero);
+  CHECK(sf::known_magnitude(x).defined());
+  sf::forget_magnitudes();
+  CHECK(!sf::known_magnitude(x).defined());
+  CHECK(sf::open_magnitude(x).item<float>() == 0);
+  for (int i = 0; i < 200; ++i) {  // more than are made at once
+    const at::Tensor next = sf::open_magnitude(x);
+    CHECK(next.item<float>() == 0);
+    *sf::magnitude_pointer(next) = 5;
+  }
+  sf::forget_magnitudes();
 }
