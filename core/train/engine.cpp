@@ -6,6 +6,7 @@
 #include "core/base/log.hpp"
 #include "core/kernels/float8_head.hpp"
 #include "core/kernels/ops.hpp"
+#include "core/plan/plan.hpp"
 #include "core/train/ranks.hpp"
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
@@ -35,6 +36,9 @@ auto guarded(const EngineContext& context, Body&& body) {
   }
 }
 
+// What the plugin throws gets its name, as within a session.
+NamedAlgorithm named_algorithm(const EngineContext& context) { return {algorithm_of(context), context.plan->get<std::string>("algorithm.name")}; }
+
 class EngineLibrary final : public Engine {
  public:
   const void* service(std::string_view id) override {
@@ -48,14 +52,15 @@ class EngineLibrary final : public Engine {
   }
   std::vector<SizeLine> sizes(const EngineContext& context) override {
     return guarded(context, [&] {
-      const Description description = algorithm_of(context).describe(model_facts(*context.plan));
+      const Description description = named_algorithm(context).describe(model_facts(*context.plan));
+      NamedSharding sharding(sharding_of(context), context.plan->get<std::string>("backend.sharding"));
       std::vector<std::unique_ptr<NamedTransform>> calls;
       const auto transforms = transforms_of(context, description.units, calls);
-      return plan_sizes(*context.plan, description, &sharding_of(context), transforms.get());
+      return plan_sizes(*context.plan, description, &sharding, transforms.get());
     });
   }
   std::vector<std::string> slow_paths(const EngineContext& context) override {
-    return guarded(context, [&] { return sf::slow_paths(*context.plan, algorithm_of(context).describe(model_facts(*context.plan))); });
+    return guarded(context, [&] { return sf::slow_paths(*context.plan, named_algorithm(context).describe(model_facts(*context.plan))); });
   }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
     return on_ranks(context, [&](Ranks& ranks) { return sf::train(context, arguments, ranks); });

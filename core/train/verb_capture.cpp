@@ -55,7 +55,8 @@ std::vector<CaptureRead> capture_reads(const EngineContext& context) {
     name = plugin.kind == SF_KIND_ALGORITHM ? plugin.name : name;
   }
   std::vector<CaptureRead> reads;
-  for (const FeatureRead& read : algorithm_of(context).describe(model_facts(*context.plan)).reads) {
+  const Description description = NamedAlgorithm(algorithm_of(context), name).describe(model_facts(*context.plan));
+  for (const FeatureRead& read : description.reads) {
     if (read.columns > 0 && !read.optional) {
       reads.push_back({.algorithm = name, .layer_ids = read.layer_ids, .last_state = read.last_state});
     }
@@ -65,7 +66,7 @@ std::vector<CaptureRead> capture_reads(const EngineContext& context) {
 
 Json capture(const EngineContext& context, const CaptureArguments& arguments) {
   const Plan& plan = *context.plan;
-  const Description description = algorithm_of(context).describe(model_facts(plan));
+  const Description description = NamedAlgorithm(algorithm_of(context), plan.get<std::string>("algorithm.name")).describe(model_facts(plan));
   std::vector<CapturedFeature> features = shared_features(arguments.reads);
   for (const FeatureRead& read : description.reads) {
     if (arguments.reads.empty() && read.columns > 0 && !read.optional) {

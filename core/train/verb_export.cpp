@@ -28,7 +28,7 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
   if (arguments.output.empty()) {
     throw Error(ExitCode::kUsage, "no folder to export to is named", "give --output FOLDER");
   }
-  Algorithm& algorithm = algorithm_of(context);
+  NamedAlgorithm algorithm(algorithm_of(context), plan.get<std::string>("algorithm.name"));
   const Description description = algorithm.describe(model_facts(plan));
   const std::filesystem::path run_folder = plan.get<std::filesystem::path>("output_dir") / plan.get<std::string>("run_id");
   const auto checkpoint = open_checkpoint(run_folder, arguments.checkpoint);

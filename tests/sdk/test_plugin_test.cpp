@@ -87,7 +87,7 @@ TEST_CASE("plugin_test: services reach the plugin; collectives only when the tes
   };
   FakeHost alone({.plugin = draft});
   const TinyRun run(alone);
-  CHECK(said(alone, "fake_draft: there are no collectives: this test has one process"));
+  CHECK(said(alone, "the host does not offer sf.comm/1: there are no collectives: this test has one process"));
   alone.stop();
   bool is_told = false;
   run_ranks(1, [&](Comm& comm) {
