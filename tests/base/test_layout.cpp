@@ -44,7 +44,7 @@ std::vector<Include> all_includes() {
 
 TEST_CASE("layout: a folder of core includes only itself and what stands before it") {
   const std::vector<std::string> order = {"base",   "recipe", "plugin",  "plan", "data", "prepare", "doctor", "checkpoint",
-                                          "export", "model",  "kernels", "dist", "train"};
+                                          "export", "kernels", "model", "dist", "train"};
   auto place = [&](const std::string& path) {
     std::string folder = path.substr(5, path.find('/', 5) - 5);
     return std::find(order.begin(), order.end(), folder) - order.begin();

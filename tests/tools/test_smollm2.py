@@ -114,7 +114,7 @@ class Conversion(unittest.TestCase):
             for row, record in zip(worker.rows(lines), shipped):
                 [[first, last, _]] = row["answers"]
                 self.assertEqual(row["id"], record["id"])
-                if row["ids"][:last] != record["input_ids"]:
+                if list(row["ids"][:last]) != record["input_ids"]:
                     different.add(record["id"])
                     self.assertEqual(worker.tokenizer.decode(row["ids"][:last]), worker.tokenizer.decode(record["input_ids"]))
                 else:
