@@ -125,7 +125,7 @@ Outcome bad_configurations(const Candidate& candidate) {
   const ModelFacts good = sf::testing::facts_from(candidate.values(), candidate.target);
   const Description expected = algorithm.describe(good);
   int refused = 0;
-  for (const char* target : {"", "{", "[]", "{}", R"({"hidden_size": "wide", "vocab_size": 96})"}) {
+  for (const char* target : {"", "{", "[]", "{}", R"({"hidden_size": "wide", "vocab_size": "all", "num_hidden_layers": "many"})"}) {
     ModelFacts facts = good;
     facts.target_config_json = target;
     const auto told = thrown_by([&] { (void)algorithm.describe(facts); });
