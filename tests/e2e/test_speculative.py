@@ -352,8 +352,8 @@ class Decoding(unittest.TestCase):
             tensors["norm.weight"] = (dtype, shape, raw[2:] + raw[:2])
         self.caught("dflash2", "changed after it was written", change, checksums=False)
 
-    def trained_on(self, name, change, tensors=("hidden_states",)):
-        """What decoding says of a draft whose features were changed, rows of states [tokens, columns] at a time."""
+    def changed_features(self, name, change, tensors=("hidden_states",)):
+        """A copy of the features whose states were changed, rows [tokens, columns] of a record at a time."""
         for split in ("train", "held_out"):
             folder = self.place / name / split
             shutil.copytree(self.place / "features" / split, folder)
@@ -367,6 +367,10 @@ class Decoding(unittest.TestCase):
                     rows = np.frombuffer(bytes(whole[begin:end]), np.uint16).reshape(states["shape"])
                     whole[begin:end] = change(rows).tobytes()
                 file.write_bytes(whole)
+
+    def trained_on(self, name, change):
+        """What decoding says of a draft whose features were changed."""
+        self.changed_features(name, change)
         elsewhere = ("--set", f'run_id="{name}"', "--set", "data.verify_checksums=false")
         self.ok("dflash2", "train", *elsewhere, features=name)
         self.ok("dflash2", "export", "--checkpoint", "best", "--output", self.place / f"draft-{name}", *elsewhere, features=name)
@@ -380,9 +384,9 @@ class Decoding(unittest.TestCase):
         self.trained_on("elsewhere", lambda rows: rows[:, ::-1])
 
     def test_broken_labels_off_by_one(self):
-        """Trained with each token beside the state of the next one: it is told what it has to guess, and looks better than any other until it decodes."""
-        self.trained_on("shifted", lambda rows: np.concatenate([rows[1:], rows[:1]]), ("hidden_states", "target_last_hidden_states"))
-        done = self.host("dflash2", "doctor features", features="shifted")
+        """Each token beside the state of the next one: a draft is told what it has to guess, and looks better than any other until it serves."""
+        self.changed_features("shifted", lambda rows: np.concatenate([rows[1:], rows[:1]]), ("hidden_states", "target_last_hidden_states"))
+        done = self.host("dflash2", "doctor features", "--set", "data.verify_checksums=false", features="shifted")
         self.assertEqual(done.returncode, 4, done.stdout + done.stderr)
         self.assertIn("the features are shifted", done.stdout + done.stderr)
 
