@@ -2,6 +2,7 @@
 
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
+#include "core/plugin/tracker_call.hpp"
 
 namespace sf {
 namespace {
@@ -83,19 +84,10 @@ void Trackers::record(int64_t step, const Json& line) {
   if (trackers_.empty()) {
     return;
   }
-  const auto named = figures_of(line);
-  std::vector<sf_figure> figures;
-  for (const auto& [name, value] : named) {
-    figures.push_back({.struct_size = sizeof(sf_figure), .reserved = 0, .name = name.c_str(), .value = value});
-  }
-  std::vector<const sf_figure*> pointers;
-  for (const sf_figure& figure : figures) {
-    pointers.push_back(&figure);
-  }
-  pointers.push_back(nullptr);
+  const auto figures = figures_of(line);
   for (One& tracker : trackers_) {
     sf_status status = empty_status();
-    const int32_t code = tracker.functions->record(tracker.instance, step, pointers.data(), &status);
+    const int32_t code = record_figures(*tracker.functions, tracker.instance, step, figures, status);
     count(tracker, format("at step {}", step), code, status);
   }
 }

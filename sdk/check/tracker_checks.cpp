@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/base/text.hpp"
+#include "core/plugin/tracker_call.hpp"
 #include "sdk/check/byte_checks.hpp"
 #include "sf/tracker.h"
 
@@ -40,16 +41,7 @@ struct TrackerRun {
   }
   std::int32_t record(std::int64_t step, const std::vector<std::pair<std::string, double>>& named) {
     status = empty_status();
-    std::vector<sf_figure> figures;
-    for (const auto& [name, value] : named) {
-      figures.push_back({.struct_size = sizeof(sf_figure), .reserved = 0, .name = name.c_str(), .value = value});
-    }
-    std::vector<const sf_figure*> pointers;
-    for (const sf_figure& figure : figures) {
-      pointers.push_back(&figure);
-    }
-    pointers.push_back(nullptr);
-    return functions.record(instance, step, pointers.data(), &status);
+    return record_figures(functions, instance, step, named, status);
   }
   std::int32_t finish() {
     status = empty_status();
