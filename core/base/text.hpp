@@ -49,12 +49,16 @@ std::string to_text_any(const T& value) {
 /// appended.
 std::string format_texts(std::string_view pattern, std::initializer_list<std::string> texts);
 
+struct Format {
+  template <class... Values>
+  std::string operator()(std::string_view pattern, const Values&... values) const {
+    return format_texts(pattern, {to_text_any(values)...});
+  }
+};
 /// format("step {} of {}", 3, 8). Takes text, numbers, bools, enums, paths and ranges of them. No format
-/// specifications.
-template <class... Values>
-std::string format(std::string_view pattern, const Values&... values) {
-  return format_texts(pattern, {to_text_any(values)...});
-}
+/// specifications. An object and not a function: a call's std::string arguments would bring in std::format, which
+/// libstdc++ has from g++ 13 on, as an equal candidate.
+inline constexpr Format format{};
 
 /// The candidate nearest to `name` by edit distance, or "" when none is near (about a third of the letters
 /// may differ).

@@ -132,9 +132,9 @@ bool has_product(const Float8Product& product) {
 
 }  // namespace
 
-double float8_largest(Float8Format format) { return format == Float8Format::e4m3 ? 448.0 : 57344.0; }
+double float8_largest(Float8Format numbers) { return numbers == Float8Format::e4m3 ? 448.0 : 57344.0; }
 
-at::ScalarType float8_type(Float8Format format) { return format == Float8Format::e4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2; }
+at::ScalarType float8_type(Float8Format numbers) { return numbers == Float8Format::e4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2; }
 
 at::Tensor float8_amax(const at::Tensor& x) {
   at::NoGradGuard no_grad;

@@ -7,8 +7,8 @@
 
 namespace sf {
 
-[[nodiscard]] double float8_largest(Float8Format format);
-[[nodiscard]] at::ScalarType float8_type(Float8Format format);
+[[nodiscard]] double float8_largest(Float8Format numbers);
+[[nodiscard]] at::ScalarType float8_type(Float8Format numbers);
 
 at::Tensor float8_amax(const at::Tensor& x);
 Float8Matrix float8_encode(const Float8Encode& encode);

@@ -674,13 +674,13 @@ std::optional<Manifest> parse_manifest(std::string_view text, const std::string&
 }
 
 const Manifest& host_manifest() {
-  static const Manifest& manifest = [&]() -> const Manifest& {
+  static const Manifest* const manifest = [] {
     Diagnostics problems;
     std::optional<Manifest> parsed = parse_manifest(kHostManifestText, "host.toml", problems);
     SF_CHECK(parsed.has_value(), "host.toml: {}", problems.text());
-    return *std::make_unique<Manifest>(std::move(*parsed)).release();
+    return std::make_unique<Manifest>(std::move(*parsed)).release();
   }();
-  return manifest;
+  return *manifest;
 }
 
 }  // namespace sf

@@ -12,6 +12,23 @@
 
 using namespace sf;
 
+// As std has it for std::string from g++ 13 on: a function format that every call with a Text finds by the argument's namespace.
+namespace elsewhere {
+struct Text {
+  operator std::string_view() const { return "text"; }
+};
+template <class... Values>
+std::string format(std::string_view, Values&&...) {
+  return "elsewhere";
+}
+}  // namespace elsewhere
+
+TEST_CASE("text: format is ours, whatever functions of that name the namespaces of its arguments have") {
+  elsewhere::Text text;
+  CHECK(format("a {}", text) == "a text");
+  CHECK(format("a {}", std::string("text")) == "a text");
+}
+
 TEST_CASE("text: format puts values of every kind into their places") {
   CHECK(format("{} of {}, {}", 3, 8u, true) == "3 of 8, true");
   CHECK(format("{}", 0.5) == "0.5");
