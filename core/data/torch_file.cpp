@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kDepthMax = 100;             // a feature record nests three deep
 constexpr size_t kAxesMax = 64;            // of a tensor in torch
-constexpr size_t kValuesMax = 1'000'000;   // and has some dozens of values; 160 MB of them at most
+constexpr size_t kValuesMax = 100'000;     // and has some dozens of values; 16 MB of them at most, 100 MB when each has all axes
 constexpr const char* kRebuildTensor = "torch._utils _rebuild_tensor_v2";
 constexpr const char* kOrderedDict = "collections OrderedDict";
 

@@ -1,11 +1,17 @@
 #include <doctest/doctest.h>
 
+#include <cstdio>
+#include <filesystem>
 #include <limits>
+#include <regex>
 #include <string>
 #include <vector>
 
+#include <unistd.h>
+
 #include "core/base/diagnostics.hpp"
 #include "core/base/error.hpp"
+#include "core/base/file.hpp"
 #include "core/base/html.hpp"
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
@@ -145,4 +151,24 @@ TEST_CASE("log: a redirected log gets finished lines at or above the level") {
   set_log_level(Level::kInfo);
   redirect_log({});
   CHECK(lines == std::vector<std::string>{"2 step 12", "1 shown"});
+}
+
+TEST_CASE("log: a line on stderr is the time, the level and the text") {
+  const std::filesystem::path file = std::filesystem::temp_directory_path() / ("sf-log-" + std::to_string(getpid()));
+  flush_log();
+  const int kept = dup(STDERR_FILENO);
+  FILE* opened = fopen(file.c_str(), "w");
+  REQUIRE(opened != nullptr);
+  dup2(fileno(opened), STDERR_FILENO);
+  log_info("step {}/{}", 3, 8);
+  log_warn("'{}' is odd", "name");
+  log_debug("not shown");
+  flush_log();
+  dup2(kept, STDERR_FILENO);
+  close(kept);
+  fclose(opened);
+  const std::string text = read_file(file);
+  std::filesystem::remove(file);
+  const std::regex expected("[0-2][0-9]:[0-5][0-9]:[0-6][0-9] info step 3/8\n[0-2][0-9]:[0-5][0-9]:[0-6][0-9] warning 'name' is odd\n");
+  CHECK_MESSAGE(std::regex_match(text, expected), text);
 }

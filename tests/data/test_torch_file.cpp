@@ -67,6 +67,10 @@ TEST_CASE("torch file: containers that hold each other, or a long chain of them,
   CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "chained.ckpt"); }).ends_with("chained.ckpt: a dictionary of tensors was expected"));
 }
 
+TEST_CASE("torch file: a few kilobytes that unpack to far more values than a record has are refused before they take seconds") {
+  CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "crowded.ckpt"); }).ends_with("crowded.ckpt: damaged pickle: too many values"));
+}
+
 TEST_CASE("torch file: a pickle nested too deeply is refused and not a crash") {
   CHECK(error_of([] {
           (void)TorchFile::open(kData / "torch_files" / "nested.ckpt");

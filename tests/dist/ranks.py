@@ -97,8 +97,11 @@ def ranks_train_as_one_process_does():
     close(work.curve("one"), work.curve("two"))
     work.train("--set", "training.batch_size=1", ranks=4, run="four")
     close(work.curve("one"), work.curve("four"))
-    again = work.train("--json", ranks=2, run="again").stdout
-    assert json.loads(again)["updates"] == 8, "only rank 0 prints the summary"
+    told = work.train("--json", "-v", ranks=2, run="again")
+    assert json.loads(told.stdout)["updates"] == 8, "only rank 0 prints the summary"
+    lines = [line for line in told.stderr.splitlines() if " debug " in line]
+    assert all(re.match(r"(\[rank 1\] )?\d\d:\d\d:\d\d debug ", line) for line in lines), lines
+    assert any(line.startswith("[rank 1] ") for line in lines), "lines of ranks other than 0 say whose they are"
     assert work.curve("two") == work.curve("again"), "the same bits in every run"
     shutil.rmtree(work.path)
 

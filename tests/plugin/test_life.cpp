@@ -68,6 +68,20 @@ TEST_CASE("life: a plugin reads its options, finds a service, and sees create, s
                                  "fake_ok: create threads=3 label=hello lengths= 7 8 service, start, stop"});
 }
 
+TEST_CASE("life: a plugin's lines begin with its name; debug and error lines end with the place in its source") {
+  std::vector<std::string> lines;
+  redirect_log([&](Level, std::string_view line) { lines.emplace_back(line); });
+  set_log_level(Level::kDebug);
+  const HostTable table("acme_draft", {});
+  for (const std::int32_t level : {SF_LOG_DEBUG + 0, SF_LOG_INFO + 0, SF_LOG_WARN + 0, SF_LOG_ERROR + 0, 99}) {
+    table.table()->log(table.table()->ctx, nullptr, level, "/home/a/src/plugin.cpp", 12, "three heads");
+  }
+  set_log_level(Level::kInfo);
+  redirect_log({});
+  const std::string plain = "acme_draft: three heads", placed = plain + " (plugin.cpp:12)";
+  CHECK(lines == std::vector<std::string>{placed, plain, plain, placed, placed});
+}
+
 TEST_CASE("life: what is thrown in create becomes an error with the plugin's name and hint") {
   Life life({"plugin.fake_ok.fail_in=create"});
   CHECK_FALSE(life.registry.create(life.problems));
