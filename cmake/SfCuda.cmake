@@ -12,6 +12,18 @@ endif()
 
 get_filename_component(SF_NVIDIA_ROOT "${Sf_TORCH_ROOT}/../nvidia" ABSOLUTE)
 set(SF_CUDA_INCLUDE ${SF_NVIDIA_ROOT}/cu13/include ${SF_NVIDIA_ROOT}/nccl/include)
+# The runtime's headers include crt/*.h and nv/target, which come with the compiler, in its own wheels or its toolkit.
+if(SF_NVCC)
+  file(REAL_PATH ${SF_NVCC} nvcc)
+  get_filename_component(nvcc_root ${nvcc}/../.. ABSOLUTE)
+endif()
+find_path(SF_CUDA_CRT crt/host_defines.h PATHS ${nvcc_root}/include ${nvcc_root}/targets/x86_64-linux/include $ENV{SF_NVCC_ROOT}/include $ENV{CUDA_HOME}/include
+          /usr/local/cuda/include NO_DEFAULT_PATH NO_CACHE)
+if(NOT SF_CUDA_CRT)
+  message(FATAL_ERROR "there is no crt/host_defines.h, which headers of the CUDA runtime include, beside nvcc ('${SF_NVCC}'). tools/setup installs it on machines without "
+                      "nvcc and tools/setup --print names the folder, SF_NVCC_ROOT; or name the folder above crt with -DSF_CUDA_CRT=/path/to/include.")
+endif()
+list(APPEND SF_CUDA_INCLUDE ${SF_CUDA_CRT})
 set(SF_CUDA_LIBRARIES ${SF_NVIDIA_ROOT}/cu13/lib/libcudart.so.13 ${SF_NVIDIA_ROOT}/cu13/lib/libcublas.so.13 ${SF_NVIDIA_ROOT}/cu13/lib/libcublasLt.so.13)
 set(SF_NCCL_LIBRARY ${SF_NVIDIA_ROOT}/nccl/lib/libnccl.so.2)
 
