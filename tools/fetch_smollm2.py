@@ -130,9 +130,20 @@ def tokenizer_of(field):
     return tokenizer.to_str(pretty=True), config
 
 
+def write_tensors(tensors: dict, path: Path) -> None:
+    """{name: {"dtype", "shape", "data"}} as a safetensors file. From 0.8 on the library takes addresses, which the arrays here keep alive."""
+    import numpy as np
+    import safetensors
+    spec = getattr(safetensors, "TensorSpec", None)
+    if spec is not None:
+        arrays = {name: np.frombuffer(tensor["data"], np.uint8) for name, tensor in tensors.items()}
+        tensors = {name: spec(dtype=tensor["dtype"], shape=tensor["shape"], data_ptr=arrays[name].ctypes.data, data_len=arrays[name].nbytes)
+                   for name, tensor in tensors.items()}
+    safetensors.serialize_file(tensors, str(path), {"format": "pt"})
+
+
 def write_target(source: Path, folder: Path) -> None:
     import gguf
-    import safetensors
     reader = gguf.GGUFReader(source)
 
     def field(key):
@@ -155,7 +166,7 @@ def write_target(source: Path, folder: Path) -> None:
     expected = 2 + 9 * config["num_hidden_layers"]
     if len(tensors) != expected:
         fail(f"{source} has {len(tensors)} tensors, expected {expected}", "is the file whole? run tools/setup again")
-    safetensors.serialize_file(tensors, str(folder / "model.safetensors"), {"format": "pt"})
+    write_tensors(tensors, folder / "model.safetensors")
 
     tokenizer, tokenizer_config = tokenizer_of(field)
     (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")

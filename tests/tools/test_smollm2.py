@@ -6,6 +6,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "core/prepare")]
@@ -53,6 +54,23 @@ class Conversion(unittest.TestCase):
         bits = np.frombuffer(fetch_smollm2.bfloat16_bytes(values), "<u2")
         back = (bits.astype(np.uint32) << 16).view(np.float32)
         self.assertEqual(back.tolist(), [1.0, 1.0, 1 + 2**-6, 1 + 2**-7, -2.5])
+
+    def test_tensors_are_handed_over_as_both_ages_of_safetensors_want_them(self):
+        import ctypes
+        import safetensors
+        tensors = {"a": {"dtype": "bfloat16", "shape": [2, 2], "data": bytes(range(8))}, "b": {"dtype": "bfloat16", "shape": [1], "data": b"xy"}}
+        written = {}
+        by_address = {
+            "TensorSpec": lambda **spec: spec,
+            "serialize_file": lambda specs, path, about: written.update(
+                {name: (one["dtype"], one["shape"], ctypes.string_at(one["data_ptr"], one["data_len"])) for name, one in specs.items()})}
+        with mock.patch.multiple(safetensors, create=True, **by_address):
+            fetch_smollm2.write_tensors(tensors, Path("unused"))
+        self.assertEqual(written, {name: (one["dtype"], one["shape"], one["data"]) for name, one in tensors.items()})
+        if not hasattr(safetensors, "TensorSpec"):  # the version of tools/requirements-python.txt
+            path = Path(self.place) / "small.safetensors"
+            fetch_smollm2.write_tensors(tensors, path)
+            self.assertTrue(path.read_bytes().endswith(bytes(range(8)) + b"xy"))
 
     def test_config_describes_the_tensors(self):
         import safetensors
