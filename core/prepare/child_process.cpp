@@ -95,18 +95,32 @@ bool ChildProcess::read_line(std::string& line) {
       begin_ = end + 1;
       return true;
     }
-    buffer_.erase(0, begin_);
-    begin_ = 0;
-    searched = buffer_.size();
-    constexpr std::size_t kPiece = 1 << 16;
-    buffer_.resize(searched + kPiece);
-    ssize_t count = 0;
-    do {
-      count = ::read(output_, buffer_.data() + searched, kPiece);
-    } while (count < 0 && errno == EINTR);
-    buffer_.resize(searched + static_cast<std::size_t>(count > 0 ? count : 0));
-    if (count <= 0) return false;
+    searched = buffer_.size() - begin_;
+    if (!read_more()) return false;
   }
+}
+
+bool ChildProcess::read_bytes(std::span<std::byte> bytes) {
+  while (buffer_.size() - begin_ < bytes.size()) {
+    if (!read_more()) return false;
+  }
+  if (!bytes.empty()) std::memcpy(bytes.data(), buffer_.data() + begin_, bytes.size());
+  begin_ += bytes.size();
+  return true;
+}
+
+bool ChildProcess::read_more() {
+  buffer_.erase(0, begin_);
+  begin_ = 0;
+  const std::size_t had = buffer_.size();
+  constexpr std::size_t kPiece = 1 << 16;
+  buffer_.resize(had + kPiece);
+  ssize_t count = 0;
+  do {
+    count = ::read(output_, buffer_.data() + had, kPiece);
+  } while (count < 0 && errno == EINTR);
+  buffer_.resize(had + static_cast<std::size_t>(count > 0 ? count : 0));
+  return count > 0;
 }
 
 std::string ChildProcess::how_it_ended() {

@@ -5,6 +5,8 @@
 // child_process.hpp: a program whose input and output are ours.
 #pragma once
 
+#include <cstddef>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -27,11 +29,15 @@ class ChildProcess {
   [[nodiscard]] bool write(std::string_view bytes);
   /// The next line without its end. False when the program has ended or closed its output.
   [[nodiscard]] bool read_line(std::string& line);
+  /// The next bytes, as many as fit. False when the program has ended before.
+  [[nodiscard]] bool read_bytes(std::span<std::byte> bytes);
   /// Waits for its end and says how it came: "exit code 127", "signal 9 (Killed)".
   [[nodiscard]] std::string how_it_ended();
   [[nodiscard]] pid_t id() const { return id_; }
 
  private:
+  bool read_more();
+
   pid_t id_ = -1;
   int input_ = -1, output_ = -1;
   std::string buffer_;

@@ -74,7 +74,7 @@ bool do_piece(Shared& shared, TextWorker& worker, std::size_t number) {
       ++line_number;
     }
     const int64_t skipped_before = counts.skipped_rows();
-    const std::vector<Json> rows = worker.rows(lines);
+    const std::vector<TextRow> rows = worker.rows(lines);
     for (std::size_t i = 0; i < rows.size(); ++i) {
       ++counts.rows;
       const std::string place = format("{}:{}", name, numbers[i]);
@@ -86,10 +86,10 @@ bool do_piece(Shared& shared, TextWorker& worker, std::size_t number) {
       }
       ++counts.records;
       counts.cut += record->is_cut ? 1 : 0;
-      if (const Json* notes = rows[i].find("notes")) {
+      if (const Json* notes = rows[i].said.find("notes")) {
         for (const Json& note : notes->items()) ++counts.notes[note.as_string()];
       }
-      append_stored(records, *record, record_line(*record, rows[i], place));
+      append_stored(records, *record, record_line(*record, rows[i].said, place));
     }
     shared.bytes_done += static_cast<int64_t>(before - rest.size());
     shared.rows_done += static_cast<int64_t>(rows.size());
@@ -257,6 +257,7 @@ PrepareResult prepare(const PrepareRequest& request) {
   const std::vector<InputFile> inputs = open_inputs(request.input);
   auto worker = std::make_unique<TextWorker>(request.text);
   const Json facts = worker->facts();
+  log_info("prepare ({}): tokens by {}", request.name, facts.at("encoder").as_string());
   if (request.vocab_size > 0 && facts.at("largest_id").as_int() >= request.vocab_size) {
     throw Error(ExitCode::kData,
                 format("{}: the tokenizer has ids up to {}, but the target only the tokens 0 to {}", request.text.target, facts.at("largest_id").as_int(),

@@ -5,7 +5,6 @@
 #include "core/data/tokens.hpp"
 
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <iterator>
 #include <span>
@@ -31,37 +30,6 @@ struct Range {
 Range range_of(const Json& list, std::size_t first, std::size_t last, std::size_t count) {
   const auto at = [&](std::size_t i) { return std::min(static_cast<std::size_t>(std::max<int64_t>(list.at(i).as_int(), 0)), count); };
   return {at(first), at(last)};
-}
-
-// Base64 of 32-bit integers, little end first: a list of numbers takes most of a worker's time, on both sides.
-std::vector<int64_t> unpacked(std::string_view text) {
-  static constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  static const std::array<int8_t, 256> values = [] {
-    std::array<int8_t, 256> table{};
-    table.fill(-1);
-    for (std::size_t i = 0; i < kDigits.size(); ++i) table[static_cast<unsigned char>(kDigits[i])] = static_cast<int8_t>(i);
-    return table;
-  }();
-  std::vector<int64_t> numbers;
-  numbers.reserve(text.size() * 3 / 16 + 1);
-  uint32_t bits = 0, number = 0;
-  int bit_count = 0, bytes = 0;
-  while (text.ends_with('=')) text.remove_suffix(1);
-  for (const char one : text) {
-    const int8_t value = values[static_cast<unsigned char>(one)];
-    SF_CHECK(value >= 0, "the text worker's ids hold the character {}", static_cast<int>(one));
-    bits = bits << 6 | static_cast<uint32_t>(value);
-    bit_count += 6;
-    if (bit_count < 8) continue;
-    bit_count -= 8;
-    number |= (bits >> bit_count & 255U) << (8 * bytes);
-    if (++bytes < 4) continue;
-    numbers.push_back(static_cast<int32_t>(number));
-    number = 0;
-    bytes = 0;
-  }
-  SF_CHECK(bytes == 0, "the text worker's ids end within a number");
-  return numbers;
 }
 
 void append_numbers(std::string& out, const auto& numbers) {
@@ -91,13 +59,14 @@ std::string PreparedRecord::prompt_digest() const {
   return digest_of(std::span(input_ids).first(static_cast<std::size_t>(first)));
 }
 
-std::optional<PreparedRecord> make_record(const Json& row, const MaskOptions& options, SkippedRow& skipped) {
+std::optional<PreparedRecord> make_record(const TextRow& text, const MaskOptions& options, SkippedRow& skipped) {
+  const Json& row = text.said;
   if (const Json* reason = row.find("skip")) {
     skipped = {reason->as_string(), row.at("why").as_string()};
     return std::nullopt;
   }
   PreparedRecord record;
-  record.input_ids = unpacked(row.at("ids").as_string());
+  record.input_ids.assign(text.ids.begin(), text.ids.end());
   const std::size_t count = record.input_ids.size();
   const int64_t tokens = row.at("tokens").as_int();
   record.is_cut = tokens > static_cast<int64_t>(count);

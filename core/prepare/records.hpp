@@ -20,6 +20,12 @@ struct MaskOptions {
   [[nodiscard]] Json to_json() const;
 };
 
+/// A row as the text worker gives it.
+struct TextRow {
+  Json said;  // {"tokens", "answers", "roles", ...} or {"skip", "why"}
+  std::vector<int32_t> ids;
+};
+
 /// A token record as capture reads it, with its content's names for duplicates and for the split.
 struct PreparedRecord {
   std::vector<int64_t> input_ids;
@@ -41,7 +47,7 @@ struct SkippedRow {
 
 /// Decides on a row of the text worker. Tokens behind the last supervised one are cut off: nothing is learnt from them. Returns a record, or nothing
 /// and fills `skipped`.
-[[nodiscard]] std::optional<PreparedRecord> make_record(const Json& row, const MaskOptions& options, SkippedRow& skipped);
+[[nodiscard]] std::optional<PreparedRecord> make_record(const TextRow& row, const MaskOptions& options, SkippedRow& skipped);
 
 /// One line of a token file. `row` gives id, category and roles; `otherwise` is the id of a row that has none.
 [[nodiscard]] std::string record_line(const PreparedRecord& record, const Json& row, const std::string& otherwise);

@@ -3,6 +3,7 @@
 #include "core/base/error.hpp"
 
 #include <cstdlib>
+#include <span>
 
 #ifndef SF_PYTHON_DIR
 #define SF_PYTHON_DIR ""
@@ -19,6 +20,10 @@ constexpr const char* kWithoutPython =
 std::string variable(const char* name, const char* otherwise) {
   const char* value = std::getenv(name);
   return value != nullptr && *value != 0 ? value : otherwise;
+}
+
+void throw_if_error(const Json& reply) {
+  if (const Json* error = reply.find("error")) throw Error(ExitCode::kData, error->as_string(), reply.at("fix").as_string());
 }
 
 }  // namespace
@@ -38,7 +43,7 @@ TextWorker::TextWorker(const TextWorkerSettings& settings) : python_(variable("S
     throw Error(ExitCode::kInternal, format("this installation lacks \"{}\"", settings.script), "build or install again");
   }
   process_ = std::make_unique<ChildProcess>(std::vector<std::string>{python_, settings.script.string()},
-                                            std::vector<std::string>{"TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "PYTHONDONTWRITEBYTECODE=1"});
+                                            std::vector<std::string>{"TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "FASTOKENS_BPE_THREADS=1", "PYTHONDONTWRITEBYTECODE=1"});
   Json first = settings.to_json();
   first.set("target", settings.target.string());
   Json packages = Json::array();
@@ -47,22 +52,26 @@ TextWorker::TextWorker(const TextWorkerSettings& settings) : python_(variable("S
   first.set("packages", std::move(packages));
   if (!process_->write(first.dump() + "\n")) fail();
   const Json reply = answer();
-  if (const Json* error = reply.find("error")) {
-    throw Error(ExitCode::kData, error->as_string(), reply.at("fix").as_string());
-  }
+  throw_if_error(reply);
   facts_ = reply.at("ready");
 }
 
-std::vector<Json> TextWorker::rows(const std::vector<std::string_view>& lines) {
+std::vector<TextRow> TextWorker::rows(const std::vector<std::string_view>& lines) {
   std::string request = Json::object({{"op", "rows"}, {"count", lines.size()}}).dump() + "\n";
   for (const std::string_view line : lines) {
     request += line;
     request += '\n';
   }
   if (!process_->write(request)) fail();
-  std::vector<Json> result;
-  result.reserve(lines.size());
-  for (std::size_t i = 0; i < lines.size(); ++i) result.push_back(answer());
+  std::vector<TextRow> result(lines.size());
+  for (TextRow& row : result) {
+    row.said = answer();
+    throw_if_error(row.said);
+    const Json* count = row.said.find("ids");
+    if (count == nullptr) continue;
+    row.ids.resize(static_cast<std::size_t>(count->as_int()));
+    if (!process_->read_bytes(std::as_writable_bytes(std::span(row.ids)))) fail();
+  }
   return result;
 }
 

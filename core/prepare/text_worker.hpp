@@ -11,6 +11,7 @@
 #include "sf/json.hpp"
 
 #include "core/prepare/child_process.hpp"
+#include "core/prepare/records.hpp"
 
 namespace sf {
 
@@ -35,10 +36,10 @@ class TextWorker {
   /// Error(data): no Python, no packages, no usable tokenizer or template, each with what to do.
   explicit TextWorker(const TextWorkerSettings& settings);
 
-  /// tokens, largest_id, tokenizer_sha256, template_sha256, closers, header, generation_marks, reads_date.
+  /// tokens, largest_id, tokenizer_sha256, template_sha256, closers, header, generation_marks, reads_date, encoder.
   [[nodiscard]] const Json& facts() const { return facts_; }
-  /// One answer for each line, in order: {"ids", "tokens", "answers", "roles", ...} or {"skip", "why"}.
-  [[nodiscard]] std::vector<Json> rows(const std::vector<std::string_view>& lines);
+  /// One answer for each line, in order. Throws Error(data) when the libraries disagree about a text.
+  [[nodiscard]] std::vector<TextRow> rows(const std::vector<std::string_view>& lines);
   /// The text of each token.
   [[nodiscard]] std::vector<std::vector<std::string>> texts(const std::vector<std::vector<int64_t>>& ids);
 

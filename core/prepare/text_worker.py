@@ -5,8 +5,8 @@ sf-host starts one such process for each worker, writes requests to its standard
 kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
 "date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false}; the first one out is {"ready": {...}} or {"error", "fix"}. Then
 
-    {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids", ...} or {"skip": REASON, "why"} each; ids is base64 of
-                                                                      32-bit integers, little end first, for they are most of what is said
+    {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids": COUNT, ...} or {"skip": REASON, "why"}, each with COUNT
+                                                                      32-bit integers behind it, little end first: most of what is said
     {"op": "texts", "ids": [[..], ..]}                                {"texts": [[the text of each token], ..]}
 
 The rendering is the model's own chat template, called as Hugging Face's apply_chat_template calls it. Nobody's header strings are
@@ -14,15 +14,17 @@ matched: where an answer begins and ends is found by rendering (see Renderer.pla
 end the process.
 """
 import array
-import base64
-import bisect
 import datetime
 import gc
 import hashlib
+import importlib.metadata
 import json
+import os
+import random
 import re
 import signal
 import sys
+import unicodedata
 from pathlib import Path
 
 # Marks that are put around pieces of a conversation, to see where a template puts them. They are of a private plane of Unicode, which texts
@@ -32,9 +34,7 @@ OPEN_ANSWER, CLOSE_ANSWER = chr(0x100000), chr(0x100001)  # around what a templa
 MARK = re.compile("[\U000F0000-\U0010FFFD]")
 SPLIT = re.compile("([\U000F0000-\U0010FFFD])")
 
-WORD_COUNT = 200000  # whose tokens are remembered; the library's 10000 are soon full
-CHUNK_COUNT, CHUNK_LENGTH = 400000, 48  # parts of texts whose tokens are remembered (100 MB), and the longest of them
-MET_COUNT, KEPT_LENGTH = 200000, 4000000  # segments that are known by their hash; characters of those whose tokens are kept (150 MB)
+WORD_COUNT = 200000  # whose tokens tokenizers remembers; its own 10000 are soon full
 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
          "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
@@ -545,147 +545,214 @@ class Renderer:
 
 # ---- tokens
 
-# Places where a text is cut: before a blank that follows anything but white space or has a Latin letter behind it, and between a Latin letter and punctuation or a new line, the apostrophe apart.
-CUT = re.compile(r"(?= [A-Za-z])|(?<=\S)(?= )|(?<=[A-Za-z])(?=[!-&(-/:-@\[-`{-~\n])")
-# What the ways to split a text may consist of so that this changes nothing: none of these matches goes on over such a place, as a blank is either the first of its
-# match or has only white space before it (of which the last blank is left to what follows), and none looks behind itself. GPT-2's, Llama 3's, Qwen's, o200k's and DeepSeek's splits are made of them.
-_CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
-_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-CUTTABLE = {*_CONTRACTIONS.split("|"), f"(?i:{_CONTRACTIONS})", f"(?:{_CONTRACTIONS})", "'(?i:[sdmt]|ll|ve|re)", r" ?\p{L}+", r" ?\p{N}+", r"\p{N}", r"\p{N}{1,3}",
-            r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
-            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+", r" ?[\p{P}\p{S}]+[\r\n]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s*[\r\n]", r"\s+(?!\S)", r"\s+",
-            *(f"[^\\r\\n\\p{{L}}\\p{{N}}]?{a}(?i:{_CONTRACTIONS})?" for a in (f"{_UPPER}*{_LOWER}+", f"{_UPPER}+{_LOWER}*")),
-            "[一-龥぀-ゟ゠-ヿ]+", "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"}
+CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
+GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_SPLIT = CONTRACTIONS + r"| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
+CHECKED_EVERY = 100  # rows: one of so many is encoded by both libraries
 
 
-def alternatives(pattern: str) -> list:
-    """A regular expression's alternatives, those within brackets left alone."""
-    found, depth, in_class, i = [""], 0, False, 0
-    while i < len(pattern):
-        one = pattern[i:i + 2] if pattern[i] == "\\" else pattern[i]
-        i += len(one)
-        if one == "|" and depth == 0 and not in_class:
-            found.append("")
-            continue
-        if in_class:
-            in_class = one != "]"
-        elif one == "[":
-            in_class = True
-        elif one in "()":
-            depth += 1 if one == "(" else -1
-        found[-1] += one
-    return found
+def kinds(part):
+    """The normalizers, splits or processors that a part of tokenizer.json is made of."""
+    if part and part["type"] == "Sequence":
+        for one in part.get("pretokenizers") or part.get("normalizers") or part.get("processors") or []:
+            yield from kinds(one)
+    elif part:
+        yield part
 
 
-def can_be_cut(description: dict) -> bool:
-    """True when a text may be cut at CUT, and its parts encoded each for itself. What splits_at_added_tokens() asks is asked before."""
-    splits = description.get("pre_tokenizer") or {}
-    splits = splits.get("pretokenizers", [splits])
-
-    def is_safe(part):
-        if part.get("type") == "Split":
-            pattern = part.get("pattern", {}).get("Regex")
-            return part.get("behavior") == "Isolated" and not part.get("invert") and pattern is not None and all(one in CUTTABLE for one in alternatives(pattern))
-        return part.get("type") in ("Digits", "ByteLevel")
-
-    has_regex = any(part.get("type") == "Split" or (part.get("type") == "ByteLevel" and part.get("use_regex", True)) for part in splits)
-    return (has_regex and all(is_safe(part) for part in splits)
-            and all(kind["type"] == "NFC" for kind in [description.get("normalizer")] if kind)
-            and not description["model"].get("continuing_subword_prefix") and not description["model"].get("end_of_word_suffix"))
+def is_bytewise(description: dict) -> bool:
+    """True when tokens are the text's bytes, cut somewhere: their places follow from their lengths."""
+    model, splits = description["model"], list(kinds(description.get("pre_tokenizer")))
+    return (model.get("type") == "BPE" and not model.get("dropout") and not model.get("byte_fallback")
+            and not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
+            and all(part["type"] == "NFC" for part in kinds(description.get("normalizer")))
+            and any(part["type"] == "ByteLevel" for part in splits)
+            and all(part["type"] in ("Digits", "Split", "ByteLevel", "Punctuation") and not part.get("add_prefix_space") for part in splits)
+            and all(part["type"] in ("TemplateProcessing", "ByteLevel") and not part.get("add_prefix_space") for part in kinds(description.get("post_processor"))))
 
 
-class Chunks:
-    """A text that was encoded in parts: where its tokens stand, which is asked for few of them. As tokenizers' Encoding answers."""
-
-    def __init__(self, encode, parts, ids):
-        self.encode, self.parts, self.ids = encode, parts, ids  # ids: bytes, four a token
-
-    def walk(self):
-        """(first character, characters, first token, tokens, text, characters of it that stand for nothing) of each part."""
-        place, token = 0, 0
-        for k, (part, ids) in enumerate(zip(self.parts, self.ids)):
-            text, ahead = (part, 0) if k == 0 else ("a" + part, 1)
-            yield place, len(text) - ahead, token, len(ids) // 4, text, ahead
-            place, token = place + len(text) - ahead, token + len(ids) // 4
-
-    def char_to_token(self, wanted: int):
-        for place, length, token, _, text, ahead in self.walk():
-            if wanted < place + length:
-                found = self.encode(text).char_to_token(wanted - place + ahead)
-                return None if found is None else token + found - ahead
-        return None
-
-    def token_to_chars(self, wanted: int):
-        for place, _, token, tokens, text, ahead in self.walk():
-            if wanted < token + tokens:
-                begin, end = self.encode(text).token_to_chars(wanted - token + ahead)
-                return begin + place - ahead, end + place - ahead
-        return None
+def with_one_split(description: dict) -> dict:
+    """The same tokenizer, its split spelled as one expression: fastokens has faster code for it than for the parts."""
+    splits = [{key: value for key, value in part.items() if key != "trim_offsets"} for part in kinds(description.get("pre_tokenizer"))]
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    expression = {1: GPT2_SPLIT, 2: DIGITS_SPLIT}.get(len(splits)) if splits[-1] == whole and splits[:-1] in ([], [{"type": "Digits", "individual_digits": True}]) else None
+    if expression is None:
+        return description
+    return {**description, "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]}}
 
 
-class Encoded:
-    """A text's tokens, in the segments in which it was encoded: (first character, first token, encoding), None for one added token."""
+def probe_texts(added):
+    """Texts of every kind that splits tell apart, with the added tokens among them: what two tokenizers must agree on before one stands for the other."""
+    draw = random.Random(20260131)
+    letters = list("aZétslremdv  \n\t\r'’.,(-_5 9\u00a0\u3000日本語é́🙂ßжДعकก한½²\\`/\u200b\u200d\u0301\x1c\x85") + [
+        "'s", "'LL", " '", " \n", "\n\n", "  ", "   ", "the", " of", "ing", "->", "://", "2026", "Straße", "();\n", "\r\n", "HttpServer", " naïve", "👩‍👩‍👧"]
+    yield from ("", " ", "a", "\n", "The tide's at 12:30, isn't it?  We'LL see.\n\n    def f(x):\n\treturn {'a': x[0] + 1234567}\n", "x" * 300, "é" * 100, " " * 200 + "a")
+    for _ in range(200):
+        yield "".join(draw.choice(letters) for _ in range(draw.randint(1, 60)))
+    for first in range(0, len(added), 8):
+        some = added[first:first + 8]
+        yield "".join(one + draw.choice(["", "", " ", "\n", "a", " b", "日"]) for one in some)
+        yield "".join(draw.choice(letters) + one + draw.choice(letters) for one in some)
 
-    def __init__(self, segments, ids, length):
-        self.segments, self.ids, self.length = segments, ids, length  # ids: array of 32-bit integers
-        self.characters = [segment[0] for segment in segments]
-        self.tokens = [segment[1] for segment in segments]
 
-    def at(self, place: int) -> int:
-        """The first token that reaches beyond `place`."""
-        while place < self.length:
-            begin, first, encoding = self.segments[bisect.bisect_right(self.characters, place) - 1]
-            token = 0 if encoding is None else encoding.char_to_token(place - begin)
-            if token is not None:
-                return first + token
-            place += 1  # some tokenizers leave blanks out of their offsets
-        return len(self.ids)
-
-    def span(self, token: int):
-        """The token's characters (begin, end)."""
-        k = bisect.bisect_right(self.tokens, token) - 1
-        begin, first, encoding = self.segments[k]
-        if encoding is None:
-            return begin, self.characters[k + 1] if k + 1 < len(self.segments) else self.length
-        here = encoding.token_to_chars(token - first)
-        return begin + here[0], begin + here[1]
-
-    @property
-    def offsets(self):
-        return [self.span(token) for token in range(len(self.ids))]
+class Places:
+    """Where the tokens of a text stand. ids: their numbers, 32-bit integers in an array; at(place): the first token that reaches beyond it;
+    starts_before(token, place)."""
 
     def inside(self, begin: int, end: int):
         """Tokens wholly inside [begin, end): one that reaches over a border is not what the model would say there."""
         first, last = self.at(begin), self.at(end)
-        if first < len(self.ids) and self.span(first)[0] < begin:
+        if first < len(self.ids) and self.starts_before(first, begin):
             first += 1
         return first, max(first, last)
 
     def touching(self, begin: int, end: int):
-        first = self.at(begin)
-        last = self.at(end)
-        if last < len(self.ids) and self.span(last)[0] < end:
+        first, last = self.at(begin), self.at(end)
+        if last < len(self.ids) and self.starts_before(last, end):
             last += 1
         return first, max(first, last)
 
 
-def splits_at_added_tokens(description: dict) -> bool:
-    """True when what stands between two added tokens is encoded the same wherever it stands, so that it may be encoded apart and once."""
-    def kinds(part):
-        if part is None:
-            return
-        inner = part.get("pretokenizers") or part.get("normalizers") or part.get("processors")
-        if inner is None:
-            yield part
-        else:
-            for one in inner:
-                yield from kinds(one)
+class Encoded(Places):
+    """As tokenizers says it."""
 
-    return (description["model"].get("type") == "BPE" and not description["model"].get("dropout")
-            and all(part["type"] in ("NFC", "NFKC") for part in kinds(description.get("normalizer")))
-            and all(part["type"] in ("Digits", "Split", "ByteLevel") and not part.get("add_prefix_space") for part in kinds(description.get("pre_tokenizer")))
-            and all(part["type"] in ("TemplateProcessing", "ByteLevel") and not part.get("add_prefix_space") for part in kinds(description.get("post_processor")))
-            and not any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in description.get("added_tokens", [])))
+    def __init__(self, encoding, length):
+        self.encoding, self.ids, self.length = encoding, array.array("i", encoding.ids), length
+
+    def at(self, place: int) -> int:
+        while place < self.length:
+            token = self.encoding.char_to_token(place)
+            if token is not None:
+                return token
+            place += 1  # some tokenizers leave blanks out of their offsets
+        return len(self.ids)
+
+    def starts_before(self, token: int, place: int) -> bool:
+        return self.encoding.token_to_chars(token)[0] < place
+
+    @property
+    def offsets(self):
+        return self.encoding.offsets
+
+
+class Bytewise(Places):
+    """As the lengths of the tokens say it. ends: of the tokens, in bytes; blanks: (before, behind) by id where a token's offsets leave its blanks out."""
+
+    def __init__(self, text, size, ids, ends, blanks):
+        self.text, self.size, self.ids, self.ends, self.blanks = text, size, ids, ends, blanks
+        self.is_ascii = size == len(text)
+        self.known = (0, 0)  # a character, and the bytes before it
+
+    def bytes_before(self, place: int) -> int:
+        if self.is_ascii:
+            return place
+        character, byte = self.known if self.known[0] <= place else (0, 0)
+        byte += len(self.text[character:place].encode())
+        self.known = place, byte
+        return byte
+
+    def bounds(self, token: int):
+        begin, end = int(self.ends[token - 1]) if token else 0, int(self.ends[token])
+        if self.blanks is None:
+            return begin, end
+        before, behind = (int(one[self.ids[token]]) for one in self.blanks)
+        begin = min(begin + before, end)
+        return begin, max(end - behind, begin)
+
+    def at(self, place: int) -> int:
+        while place < len(self.text):
+            byte = self.bytes_before(place)
+            token = int(self.ends.searchsorted(byte, "right"))
+            if self.blanks is None:
+                return token
+            begin, end = self.bounds(token)
+            if begin <= byte < end:
+                return token
+            place += 1
+        return len(self.ids)
+
+    def starts_before(self, token: int, place: int) -> bool:
+        return self.bounds(token)[0] < self.bytes_before(place)
+
+    @property
+    def offsets(self):
+        character = [k for k, one in enumerate(self.text) for _ in one.encode()]
+        found = []
+        for token in range(len(self.ids)):
+            begin, end = int(self.ends[token - 1]) if token else 0, int(self.ends[token])
+            before, behind = (0, 0) if self.blanks is None else (int(one[self.ids[token]]) for one in self.blanks)
+            first, last = character[begin], character[end - 1] + 1
+            first = min(first + before, last)
+            found.append((first, max(last - behind, first)))
+        return found
+
+
+class FastEncoder:
+    """fastokens in the place of tokenizers, for byte-level BPE: the same ids, several times faster, without places, which Bytewise finds. Made only when both
+    agree on probe_texts(), ids and offsets; raises ValueError with what speaks against it."""
+
+    def __init__(self, tokenizer, description: dict):
+        if not is_bytewise(description):
+            raise ValueError("not byte-level BPE")
+        try:
+            import fastokens
+            import numpy
+            from fastokens._native import Tokenizer
+        except ImportError as error:
+            raise ValueError(str(error)) from None
+        self.numpy, self.tokenizer = numpy, tokenizer
+        self.name = f"fastokens {importlib.metadata.version(fastokens.__name__)}"
+        self.is_nfc = any(True for _ in kinds(description.get("normalizer")))
+        try:
+            self.fast = Tokenizer.from_json_str(json.dumps(with_one_split(description)))
+        except Exception as error:
+            raise ValueError(f"{self.name} can't read it: {error}") from None
+        added = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items()}
+        self.measure(added)
+        is_trimmed = tokenizer.encode("a a", add_special_tokens=False).offsets[-1][0] == 2
+        self.blanks = self.blanks if is_trimmed else None
+        for text in probe_texts(list(added.values())):
+            if self.differs(text, self.encode([text])[0]):
+                raise ValueError(f"{self.name} has other tokens for {text[:60]!r}")
+
+    def measure(self, added: dict) -> None:
+        """The bytes of each token, and the blanks at its ends."""
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        alphabet = {chr(byte) for byte in printable} | {chr(256 + k) for k in range(256 - len(printable))}
+        vocabulary = self.tokenizer.get_vocab(with_added_tokens=False)
+        size = 1 + max([*vocabulary.values(), *added], default=0)
+        lengths, before, behind = (self.numpy.zeros(size, self.numpy.int64) for _ in range(3))
+        for token, number in vocabulary.items():
+            if alphabet.issuperset(token):  # else it is of no length, and texts with it are left to tokenizers
+                lengths[number] = len(token)
+                if token[0] == "Ġ" or token[-1] == "Ġ":
+                    before[number], behind[number] = len(token) - len(token.lstrip("Ġ")), len(token) - len(token.rstrip("Ġ"))
+        for number, text in added.items():
+            lengths[number] = len(text.encode())
+            before[number], behind[number] = (len(text.encode()) - len(one.encode()) for one in (text.lstrip(), text.rstrip()))
+        self.lengths, self.blanks = lengths, (before, behind)
+
+    def encode(self, texts):
+        """Bytewise of each text, None where tokenizers has to be asked: the tokens are not the text's bytes."""
+        flat, places = self.fast.encode_batch_flat(texts)
+        ids = self.numpy.frombuffer(flat, self.numpy.int32)
+        places = self.numpy.frombuffer(places, self.numpy.uint64).tolist()
+        ends = self.lengths[ids].cumsum()
+        found = []
+        for text, first, last in zip(texts, places, places[1:]):
+            size = len(text) if text.isascii() else len(text.encode())
+            start = int(ends[first - 1]) if first else 0
+            is_whole = (int(ends[last - 1]) if last else 0) - start == size and (not self.is_nfc or unicodedata.is_normalized("NFC", text))
+            found.append(Bytewise(text, size, ids[first:last], ends[first:last] - start if start else ends[first:last], self.blanks) if is_whole else None)
+        return found
+
+    def differs(self, text, found) -> bool:
+        if found is None:
+            return False
+        whole = self.tokenizer.encode(text, add_special_tokens=False)
+        return found.ids.tolist() != whole.ids or found.offsets != whole.offsets
 
 
 def special_texts_of(config: dict, fallback: dict) -> dict:
@@ -753,24 +820,20 @@ class TextWorker:
         resize = getattr(self.tokenizer.model, "_resize_cache", None)
         if resize is not None:
             resize(WORD_COUNT)
-        self.met, self.kept, self.kept_length = set(), {}, 0  # segments that came once, and encodings of those that came again
         fix = "fetch the target's tokenizer_config.json"
         config = read_json(folder / "tokenizer_config.json", fix) if (folder / "tokenizer_config.json").is_file() else {}
         fallback = read_json(folder / "special_tokens_map.json", fix) if (folder / "special_tokens_map.json").is_file() else {}
         self.add_listed_tokens(config)
-        apart = {token.content: number for number, token in self.tokenizer.get_added_tokens_decoder().items() if not token.normalized}
-        self.added, self.splitter = {text: number.to_bytes(4, "little") for text, number in apart.items()}, None
-        description = json.loads(self.tokenizer.to_str())
-        self.chunks = self.heads = None  # tokens of parts of a text, and of such that begin one
-        if splits_at_added_tokens(description):
-            if apart:
-                self.splitter = re.compile("(" + "|".join(map(re.escape, sorted(apart, key=len, reverse=True))) + ")")
-            only_apart = len(apart) == len(self.tokenizer.get_added_tokens_decoder())
-            if only_apart and can_be_cut(description):
-                letters = [self.encode_apart(text).ids for text in ("a", " a")]
-                self.trimmed = self.encode_apart("a a").offsets[-1][0] - 1  # 1 for a tokenizer that leaves blanks out of its offsets
-                if all(len(ids) == 1 for ids in letters):
-                    self.chunks, self.heads, self.encodings, self.letters = {}, {}, {}, {ids[0] for ids in letters}
+        self.fast, self.encoded = None, 0
+        self.encoder = f"tokenizers {importlib.metadata.version('tokenizers')}"
+        if os.environ.get("SF_FAST_TOKENIZER") == "0":
+            self.encoder += " (SF_FAST_TOKENIZER = 0)"
+        else:
+            try:
+                self.fast = FastEncoder(self.tokenizer, json.loads(self.tokenizer.to_str()))
+                self.encoder = f"{self.fast.name}, checked by {self.encoder}"
+            except ValueError as reason:
+                self.encoder += f" ({reason})"
         special_tokens = special_texts_of(config, fallback)
         specials = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
         ends = self.end_texts(folder, special_tokens)
@@ -795,6 +858,7 @@ class TextWorker:
             "generation_marks": bool(self.template and self.template.has_marks),
             "closers": sorted(self.template.closers) if self.template else [],
             "header": self.template.header if self.template else "",
+            "encoder": self.encoder,
             "reads_date": any("strftime_now" in source for source in sources.values()),
         }
 
@@ -898,112 +962,38 @@ class TextWorker:
             result["notes"] = list(dict.fromkeys(notes))
         return result
 
-    def encode_apart(self, text: str):
-        return self.tokenizer.encode(text, add_special_tokens=False)
+    def encode_all(self, texts) -> list:
+        """Tokens and places of each text, as the tokenizer encodes it."""
+        found = self.fast.encode(texts) if self.fast and texts else [None] * len(texts)
+        for k, text in enumerate(texts):
+            if found[k] is None:
+                found[k] = Encoded(self.tokenizer.encode(text, add_special_tokens=False), len(text))
+            elif self.encoded % CHECKED_EVERY == 0 and self.fast.differs(text, found[k]):
+                raise Fault(f"{self.encoder}, which gives other tokens for a text that begins with {text[:60]!r}",
+                            "SF_FAST_TOKENIZER=0 leaves the faster library out; please report the text and the tokenizer")
+            self.encoded += 1
+        return found
 
-    def encode(self, text: str) -> Encoded:
-        """As the tokenizer encodes the whole. What stands between added tokens is encoded apart where that makes no difference, and so is what stands
-        between two cuts: system turns, lists of tools, headers and words come again and again."""
-        segments, ids, at, count = [], [], 0, 0
-        for i, piece in enumerate(self.splitter.split(text) if self.splitter else [text]):
-            if i % 2 == 1:
-                segments.append((at, count, None))
-                ids.append(self.added[piece])
-                count += 1
-            elif piece:
-                known = self.kept.get(piece)
-                if known is None:
-                    known = self.encode_piece(piece)
-                    self.remember(piece, known)
-                segments.append((at, count, known[1]))
-                ids.append(known[0])
-                count += len(known[0]) // 4
-            at += len(piece)
-        return Encoded(segments, array.array("i", b"".join(ids)), len(text))
-
-    def encode_piece(self, piece: str):
-        """(ids as bytes, Encoding or Chunks) of a text without added tokens."""
-        if self.chunks is None:
-            encoding = self.encode_apart(piece)
-            return array.array("i", encoding.ids).tobytes(), encoding
-        parts = CUT.split(piece)
-        found = list(map(self.chunks.get, parts))
-        found[0] = self.heads.get(parts[0])
-        if None in found:
-            self.encode_chunks(parts, found)
-        return b"".join(found), Chunks(self.looked_up, parts, found)
-
-    def encode_chunks(self, parts, found) -> None:
-        """Fills in the parts that are not known, in one call of the tokenizer: a call costs as much as ten words."""
-        if found[0] is None:
-            found[0] = array.array("i", self.looked_up(parts[0]).ids).tobytes()
-            if len(parts[0]) <= CHUNK_LENGTH:
-                self.make_room(self.heads)
-                self.heads[parts[0]] = found[0]
-        unknown = [k for k, one in enumerate(found) if one is None]
-        if not unknown:
-            return
-        texts = [parts[k] for k in unknown]
-        # "a" is a letter that each of them may follow, and " a" may follow each but the last of a text.
-        encoding = self.encode_apart("a" + " a".join(texts))
-        ids = array.array("i", encoding.ids)
-        begins = [begin for begin, _ in encoding.offsets]
-        self.make_room(self.chunks)
-        place, first = 1, 1
-        for k, text in zip(unknown, texts):
-            last = bisect.bisect_left(begins, place + len(text) + self.trimmed, first) if k != unknown[-1] else len(ids)
-            if ids[first - 1] not in self.letters or begins[first] < place:
-                raise AssertionError(f"this tokenizer does not part {text!r} from what stands before it")
-            found[k] = ids[first:last].tobytes()
-            if len(text) <= CHUNK_LENGTH:
-                self.chunks[text] = found[k]
-            first = last + 1
-            place += len(text) + 2
-
-    @staticmethod
-    def make_room(known: dict) -> None:
-        if len(known) >= CHUNK_COUNT:
-            known.clear()
-
-    def looked_up(self, text: str):
-        """A part's Encoding: headers and first words are asked for again and again."""
-        encoding = self.encodings.get(text)
-        if encoding is None:
-            encoding = self.encode_apart(text)
-            if len(text) <= CHUNK_LENGTH:
-                if len(self.encodings) >= CHUNK_COUNT // 10:
-                    self.encodings.clear()
-                self.encodings[text] = encoding
-        return encoding
-
-    def remember(self, piece: str, known) -> None:
-        if hash(piece) not in self.met:
-            self.met.add(hash(piece))
-            if len(self.met) > MET_COUNT:
-                self.met.clear()
-        elif len(piece) < KEPT_LENGTH // 100:
-            self.kept_length += len(piece)
-            if self.kept_length > KEPT_LENGTH:
-                self.kept.clear()
-                self.kept_length = len(piece)
-            self.kept[piece] = known
+    def encode(self, text: str):
+        return self.encode_all([text])[0]
 
     def rows(self, lines):
-        """One result for each line, in order. Texts go to the tokenizer one by one: a batch of them is slower on one core, as its results must all
-        be kept until the last is there."""
-        results = []
+        """One result for each line, in order."""
+        results, texts = [], []
         for line in lines:
             try:
                 record = parse_row(line)
                 places = self.text_and_places(record)
                 try:
-                    encoding = self.encode(places[0])
-                except Exception as error:  # half a surrogate pair is no text
-                    raise Skip("encoding", f"the tokenizer says: {error}") from None
-                results.append(self.row(record, places, encoding))
+                    places[0].isascii() or places[0].encode()
+                except UnicodeEncodeError as error:  # half a surrogate pair is no text
+                    raise Skip("encoding", f"the text is not Unicode: {error}") from None
+                results.append((record, places))
+                texts.append(places[0])
             except Skip as skip:
                 results.append({"skip": skip.reason, "why": str(skip)[:300]})
-        return results
+        encoded = iter(self.encode_all(texts))
+        return [one if isinstance(one, dict) else self.row(*one, next(encoded)) for one in results]
 
     def texts(self, lists):
         return [[self.tokenizer.decode([number], skip_special_tokens=False) for number in ids] for ids in lists]
@@ -1013,13 +1003,18 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is sf-host's to handle
     source, out = sys.stdin.buffer, sys.stdout.buffer
 
-    def packed(row):
-        if "ids" in row:
-            row["ids"] = base64.b64encode(row["ids"].tobytes()).decode()
-        return row
+    def spelled(answer) -> bytes:
+        return json.dumps(answer, ensure_ascii=True, separators=(",", ":")).encode() + b"\n"
 
-    def say(*answers):
-        out.write("".join(json.dumps(answer, ensure_ascii=True, separators=(",", ":")) + "\n" for answer in answers).encode())
+    def spelled_row(row) -> bytes:
+        if "ids" not in row:
+            return spelled(row)
+        ids = row["ids"]
+        row["ids"] = len(ids)
+        return spelled(row) + ids.tobytes()
+
+    def say(answer):
+        out.write(spelled(answer))
         out.flush()
 
     settings = json.loads(source.readline() or b"{}")
@@ -1046,7 +1041,13 @@ def main() -> int:
             gc.collect()
         request = json.loads(header)
         if request["op"] == "rows":
-            say(*map(packed, worker.rows([source.readline().rstrip(b"\r\n") for _ in range(request["count"])])))
+            try:
+                rows = worker.rows([source.readline().rstrip(b"\r\n") for _ in range(request["count"])])
+            except Fault as fault:
+                say({"error": str(fault), "fix": fault.fix})
+                return 1
+            out.writelines(map(spelled_row, rows))
+            out.flush()
         elif request["op"] == "texts":
             say({"texts": worker.texts(request["ids"])})
         else:

@@ -1,7 +1,6 @@
 // What becomes of a row of the text worker: mask, options, counts, the split.
 #include <doctest/doctest.h>
 
-#include <bitset>
 #include <string>
 #include <vector>
 
@@ -11,24 +10,11 @@ using namespace sf;
 
 namespace {
 
-// As the text worker writes ids: base64 of 32-bit integers, little end first.
-std::string packed(const std::vector<int32_t>& ids) {
-  const std::string digits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  std::string bits, out;
-  for (const int32_t id : ids) {
-    for (int byte = 0; byte < 4; ++byte) bits += std::bitset<8>(static_cast<uint32_t>(id) >> (8 * byte) & 255U).to_string();
-  }
-  while (bits.size() % 6 != 0) bits += '0';
-  for (std::size_t i = 0; i < bits.size(); i += 6) out += digits[std::bitset<6>(bits.substr(i, 6)).to_ulong()];
-  while (out.size() % 4 != 0) out += '=';
-  return out;
-}
-
 // Ten tokens: question 0..3, answer 3..6 of which 3..4 is thought, question 6..7, answer 7..9, a newline.
-Json two_turns(int64_t cut_to = 10) {
+TextRow two_turns(int64_t cut_to = 10) {
   std::vector<int32_t> ids;
   for (int32_t t = 0; t < cut_to; ++t) ids.push_back(100 + t);
-  return Json::parse(R"({"tokens":10,"answers":[[3,6,4],[7,9,7]],"roles":[["user",1,3],["assistant",4,6],["user",6,7],["assistant",7,9]],"id":"a/b"})").set("ids", packed(ids));
+  return {Json::parse(R"({"tokens":10,"answers":[[3,6,4],[7,9,7]],"roles":[["user",1,3],["assistant",4,6],["user",6,7],["assistant",7,9]],"id":"a/b"})"), ids};
 }
 
 std::string mask_of(const PreparedRecord& record) {
@@ -37,7 +23,7 @@ std::string mask_of(const PreparedRecord& record) {
   return out;
 }
 
-std::string mask_with(const MaskOptions& options, const Json& row = two_turns()) {
+std::string mask_with(const MaskOptions& options, const TextRow& row = two_turns()) {
   SkippedRow skipped;
   const auto record = make_record(row, options, skipped);
   return record ? mask_of(*record) : skipped.reason;
@@ -47,8 +33,8 @@ std::string mask_with(const MaskOptions& options, const Json& row = two_turns())
 
 TEST_CASE("records: ids of every size come over whole") {
   for (const std::vector<int32_t>& ids : {std::vector<int32_t>{0, 1}, {255, 256, 65535}, {65536, 151935, 16777215, 16777216}, {2147483647, 3, 4, 5, 6}}) {
-    Json row = Json::parse(R"({"answers":[[0,99,0]]})");
-    row.set("tokens", static_cast<int64_t>(ids.size())).set("ids", packed(ids));
+    TextRow row{Json::parse(R"({"answers":[[0,99,0]]})"), ids};
+    row.said.set("tokens", static_cast<int64_t>(ids.size()));
     SkippedRow skipped;
     const auto record = make_record(row, {}, skipped);
     REQUIRE(record);
@@ -66,8 +52,8 @@ TEST_CASE("records: the last answer alone, and answers without what was thought 
 }
 
 TEST_CASE("records: ignored texts are not supervised, even when they reach into an answer") {
-  Json row = two_turns();
-  row.set("ignored", Json::parse("[[2,5]]"));
+  TextRow row = two_turns();
+  row.said.set("ignored", Json::parse("[[2,5]]"));
   CHECK(mask_with({}, row) == "000001011");
 }
 
@@ -86,7 +72,7 @@ TEST_CASE("records: a row that is cut before its answer, or has too little to le
   CHECK(mask_with({.min_supervised_tokens = 5}) == "000111011");
   // one supervised token has no neighbour, whatever the option says: capture could not use it
   CHECK(mask_with({.only_last_turn = true, .min_supervised_tokens = 1}, two_turns(8)) == "too-few-supervised");
-  CHECK(mask_with({}, Json::parse(R"({"skip":"unknown-role","why":"message 0 has the role 'x'"})")) == "unknown-role");
+  CHECK(mask_with({}, {Json::parse(R"({"skip":"unknown-role","why":"message 0 has the role 'x'"})"), {}}) == "unknown-role");
 }
 
 TEST_CASE("records: a prompt supervises nothing and must be whole") {
@@ -96,14 +82,14 @@ TEST_CASE("records: a prompt supervises nothing and must be whole") {
 
 TEST_CASE("records: a line has id, ids, mask, and the roles' places within what was kept") {
   SkippedRow skipped;
-  const Json row = two_turns(5);
+  const TextRow row = two_turns(5);
   const auto record = make_record(row, {}, skipped);
-  const Json line = Json::parse(record_line(*record, row, "chat.jsonl:1"));
+  const Json line = Json::parse(record_line(*record, row.said, "chat.jsonl:1"));
   CHECK(line == Json::parse(R"({"id":"a/b","input_ids":[100,101,102,103,104],"loss_mask":[0,0,0,1,1],"roles":[["user",1,3],["assistant",4,5]]})"));
-  Json nameless = two_turns();
-  nameless.remove("id");
-  nameless.set("category", "facts");
-  const Json other = Json::parse(record_line(*make_record(nameless, {}, skipped), nameless, "chat.jsonl:7"));
+  TextRow nameless = two_turns();
+  nameless.said.remove("id");
+  nameless.said.set("category", "facts");
+  const Json other = Json::parse(record_line(*make_record(nameless, {}, skipped), nameless.said, "chat.jsonl:7"));
   CHECK(other.at("id").as_string() == "chat.jsonl:7");
   CHECK(other.at("category").as_string() == "facts");
 }

@@ -1,12 +1,13 @@
 """Fifteen chat formats: rendered text, ids and offsets as transformers gives them (expected.json), and masks as a person would draw them. About 8 s."""
-import array
 import itertools
 import json
+import os
 import random
 import shutil
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import families
 from families import CONVERSATIONS, FAMILIES
@@ -168,49 +169,115 @@ class Templates(unittest.TestCase):
                 self.assertEqual(row["ids"][:row["answers"][1][0]], prompt)
 
 
-class Cuts(unittest.TestCase):
-    """Texts are encoded in parts where the split allows it: the tokens and their places must be those of the whole."""
+class Fast(unittest.TestCase):
+    """fastokens stands for tokenizers where both agree: ids are asked of it, and places follow from the tokens' lengths."""
     CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
     END = r"| ?[^\s\p{L}\p{N}]+[\r\n%s]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     LOWER, UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
     SPLITS = {
-        "gpt2": None,
+        "digits": None,  # SmolLM2's own
+        "gpt2": [],
         "llama3": [rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}" + END % ""],
         "qwen2": [rf"(?i:{CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}" + END % ""],
         "o200k": [rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?i:{CONTRACTIONS})?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?i:{CONTRACTIONS})?|\p{{N}}{{1,3}}" + END % "/"],
         "deepseek": [r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
                      r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""],
+        "own": [r"\p{L}+ \p{L}+|\p{N}+"],
     }
-    LETTERS = list("aZétslrem  \n\t\r'’.,(-_5 9\u00a0\u3000日本é́🙂ß/\\]`\u200b\u0301\x1c\x85") + ["'s", "'LL", " \n", "\n\n", "  ", "the", "ing", "->"]
+    LETTERS = list("aZétslrem  \n\t\r'’.,(-_5 9\u00a0\u3000日本é́🙂ß/\\]`\u200b\u0301\x1c\x85½") + ["'s", "'LL", " \n", "\n\n", "  ", "the", "ing", "->", "<|im_start|>"]
 
-    def test_parts_give_the_tokens_and_places_of_the_whole(self):
-        from tokenizers import Regex, pre_tokenizers, processors
-        place = Path(tempfile.mkdtemp(prefix="sf-cuts-"))
-        self.addCleanup(shutil.rmtree, place)
-        families.write_folders(place, ("chatml",))
-        worker, draw = text_worker.TextWorker({"target": str(place / "chatml")}), random.Random(3)
+    def setUp(self):
+        self.place = Path(tempfile.mkdtemp(prefix="sf-fast-"))
+        self.addCleanup(shutil.rmtree, self.place)
+        families.write_folders(self.place, ("chatml",))
+        self.file = self.place / "chatml/tokenizer.json"
+        known = json.loads(self.file.read_text(encoding="utf-8"))  # less of it is read faster
+        model, added = known["model"], {token["content"] for token in known["added_tokens"]}
+        model["vocab"] = {token: number for token, number in model["vocab"].items() if number < 2000 or token in added}
+        model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+        self.text = json.dumps(known)
+
+    def worker(self, change=lambda tokenizer: None, **settings):
+        from tokenizers import Tokenizer
+        tokenizer = Tokenizer.from_str(self.text)
+        change(tokenizer)
+        tokenizer.save(str(self.file))
+        return text_worker.TextWorker({"target": str(self.place / "chatml"), **settings})
+
+    def test_tokens_and_places_are_those_of_tokenizers(self):
+        from tokenizers import Regex, normalizers, pre_tokenizers, processors
+        draw = random.Random(3)
         for (name, patterns), trims in itertools.product(self.SPLITS.items(), (False, True)):
+            nfc = trims and name in ("digits", "qwen2")
+            def change(tokenizer):
+                if patterns is not None:
+                    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
+                                                                      + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not patterns)])
+                tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims, add_prefix_space=False)
+                if nfc:
+                    tokenizer.normalizer = normalizers.NFC()
             with self.subTest(name, trims=trims):
-                if patterns:
-                    worker.tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(one), "isolated") for one in patterns]
-                                                                             + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-                worker.tokenizer.post_processor = processors.ByteLevel(trim_offsets=trims, add_prefix_space=False)
-                self.assertTrue(text_worker.can_be_cut(json.loads(worker.tokenizer.to_str())))
-                worker.chunks, worker.heads, worker.encodings, worker.trimmed = {}, {}, {}, int(trims)
-                for _ in range(150):
-                    text = "".join(draw.choice(self.LETTERS) for _ in range(draw.randint(1, 60)))
-                    ids, places = worker.encode_piece(text)
-                    whole = worker.tokenizer.encode(text, add_special_tokens=False)
-                    self.assertEqual(array.array("i", ids).tolist(), whole.ids, repr(text))
-                    self.assertEqual([places.char_to_token(c) for c in range(len(text))], [whole.char_to_token(c) for c in range(len(text))], repr(text))
-                    self.assertEqual([places.token_to_chars(k) for k in range(len(whole.ids))], whole.offsets, repr(text))
+                worker = self.worker(change)
+                self.assertIn("fastokens", worker.encoder.split("(")[0])
+                texts = ["".join(draw.choice(self.LETTERS) for _ in range(draw.randint(1, 60))) for _ in range(150)]
+                for text, found in zip(texts, worker.encode_all(texts)):
+                    whole = text_worker.Encoded(worker.tokenizer.encode(text, add_special_tokens=False), len(text))
+                    self.assertEqual(found.ids.tolist(), whole.ids.tolist(), repr(text))
+                    self.assertEqual(found.offsets, whole.offsets, repr(text))
+                    for begin, end in ((draw.randint(0, len(text)), draw.randint(0, len(text))) for _ in range(8)):
+                        self.assertEqual(found.inside(begin, end), whole.inside(begin, end), (text, begin, end))
+                        self.assertEqual(found.touching(begin, end), whole.touching(begin, end), (text, begin, end))
+                if not nfc:
+                    self.assertTrue(all(isinstance(one, text_worker.Bytewise) for one in worker.encode_all(texts)))
 
-    def test_a_split_that_is_not_known_is_left_whole(self):
-        for change in ({"pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"\p{L}+ \p{L}+"}, "behavior": "Isolated", "invert": False}},
-                       {"pre_tokenizer": {"type": "Metaspace"}}, {"normalizer": {"type": "NFKC"}}, {"pre_tokenizer": None}):
-            known = {"model": {"type": "BPE"}, "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "use_regex": True}}
-            self.assertTrue(text_worker.can_be_cut(known))
-            self.assertFalse(text_worker.can_be_cut({**known, **change}), change)
+    def test_a_tokenizer_whose_tokens_are_not_bytes_is_left_to_tokenizers_and_says_so(self):
+        from tokenizers import normalizers, pre_tokenizers
+        for change in (lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Metaspace()), lambda t: setattr(t, "normalizer", normalizers.NFKC()),
+                       lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.ByteLevel(add_prefix_space=True))):
+            worker = self.worker(change)
+            self.assertIsNone(worker.fast)
+            self.assertRegex(worker.facts["encoder"], r"^tokenizers [\d.]+ \(not byte-level BPE\)$")
+            self.assertEqual(worker.encode("a b").ids.tolist(), worker.tokenizer.encode("a b", add_special_tokens=False).ids)
+
+    def test_texts_that_a_tokenizer_changes_are_left_to_tokenizers_one_by_one(self):
+        from tokenizers import AddedToken, normalizers
+        def change(tokenizer):
+            tokenizer.normalizer = normalizers.NFC()
+            tokenizer.add_special_tokens([AddedToken("<|wide|>", rstrip=True, lstrip=True, normalized=False)])
+        worker = self.worker(change)
+        texts = ["e\u0301 is two", "é is one", "blanks \n <|wide|>  \n around", "no<|wide|>blanks"]
+        found = worker.encode_all(texts)
+        self.assertEqual([type(one).__name__ for one in found], ["Encoded", "Bytewise", "Encoded", "Bytewise"])
+        for text, one in zip(texts, found):
+            whole = worker.tokenizer.encode(text, add_special_tokens=False)
+            self.assertEqual((one.ids.tolist(), one.offsets), (whole.ids, whole.offsets), text)
+
+    def test_a_faster_library_that_disagrees_is_refused_at_the_start_or_ends_the_run(self):
+        from tokenizers import Tokenizer, pre_tokenizers
+        other = Tokenizer.from_str(self.text)
+        other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # numbers are not parted into digits
+        wrong = lambda description: json.loads(other.to_str())
+        with mock.patch.object(text_worker, "with_one_split", wrong):
+            refused = self.worker()
+            self.assertIsNone(refused.fast)
+            self.assertIn("has other tokens for", refused.facts["encoder"])
+            with mock.patch.object(text_worker, "probe_texts", lambda added: ["no number here"]):
+                worker = self.worker()
+        self.assertIsNotNone(worker.fast)
+        line = json.dumps({"messages": [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "all   1 of 8"}]}).encode()
+        with self.assertRaises(text_worker.Fault) as fault:
+            worker.rows([line])
+        self.assertIn("gives other tokens for a text", str(fault.exception))
+        self.assertIn("SF_FAST_TOKENIZER=0", fault.exception.fix)
+        with mock.patch.dict(os.environ, SF_FAST_TOKENIZER="0"):
+            self.assertIsNone(self.worker().fast)
+
+    def test_one_row_in_a_hundred_is_checked(self):
+        worker = self.worker()
+        with mock.patch.object(worker.fast, "differs", wraps=worker.fast.differs) as asked:
+            worker.encode_all(["a"] * 250)
+            worker.encode_all(["b"] * 100)
+        self.assertEqual(asked.call_count, 4)
 
 
 class Records(unittest.TestCase):
