@@ -294,6 +294,25 @@ class Prepare(unittest.TestCase):
         self.assertNotEqual(done.returncode, 0)
         self.assertIn("held_out_share", done.stderr)
 
+    def test_doctor_finds_a_tokenizer_that_is_not_the_records_own(self):
+        self.write([chat("a b c", "d e f"), chat("g h i", "j k l")])
+        self.report()
+        self.assertEqual(json.loads(self.host("--json", verb="doctor data").stdout)["doubts"], [])
+        features = ("--json", "--set", f'data.hidden_states_path="{self.place}/features"')
+        said = {one["check"]: one["fine"] for one in json.loads(self.host(*features, verb="doctor features").stdout)}
+        self.assertTrue(said["data.train_data_path: tokenizer"])
+        tokenizer = self.place / "target/tokenizer.json"
+        known = json.loads(tokenizer.read_text())
+        known["model"]["vocab"] |= {"the": known["model"]["vocab"]["and"], "and": known["model"]["vocab"]["the"]}
+        tokenizer.write_text(json.dumps(known))
+        done = self.host("--json", verb="doctor data")
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("its ids mean other tokens", json.loads(done.stdout)["doubts"][0])
+        self.assertIn("its ids mean other tokens", done.stderr)
+        done = self.host(*features, verb="doctor features")
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertFalse({one["check"]: one["fine"] for one in json.loads(done.stdout)}["data.train_data_path: tokenizer"])
+
     def test_doctor_shows_tokens_masks_and_shares(self):
         draw = random.Random(4)
         self.write([chat(words(draw, 5), words(draw, 12)) for _ in range(40)] + [{"messages": CONVERSATION}])

@@ -19,6 +19,7 @@
 #include "core/doctor/target_facts.hpp"
 #include "core/doctor/token_page.hpp"
 #include "core/plan/print.hpp"
+#include "core/prepare/prepare.hpp"
 #include "core/prepare/text_worker.hpp"
 #include "tools/sf-host/run_session.hpp"
 
@@ -156,6 +157,32 @@ void add_texts(const Plan& plan, std::vector<PageContent>& parts) {
   }
 }
 
+// Whether token records that prepare wrote are of the target's present tokenizer: prepare's report beside them names the one that made them.
+// Nothing when there is no such report, or the target has no tokenizer.json.
+std::optional<Finding> check_tokenizer(const Plan& plan, const char* key) {
+  std::error_code ignored;
+  const auto tokens = plan.get<fs::path>(key);
+  const fs::path report = report_path(tokens);
+  const fs::path tokenizer = plan.get<fs::path>("model.target_model_path") / "tokenizer.json";
+  if (tokens.empty() || !fs::is_regular_file(report, ignored) || !fs::is_regular_file(tokenizer, ignored)) {
+    return std::nullopt;
+  }
+  try {
+    const Json read = Json::parse(read_file(report), report.string());
+    const std::string made_by = read.at("rules").at("tokenizer").at("tokenizer_sha256").as_string();
+    if (made_by == sha256_file(tokenizer)) {
+      return Finding{format("{}: tokenizer", key), true, "the records are of the target's tokenizer.json"};
+    }
+    return Finding{format("{}: tokenizer", key), false,
+                   format("{} was made with the tokenizer.json of {} (sha256 {}...), and {} is another one: its ids mean other tokens. Prepare and capture again, or name the "
+                          "target that belongs to these records",
+                          tokens, read.at("target").as_string(), made_by.substr(0, 12), tokenizer),
+                   ExitCode::kData};
+  } catch (const JsonError&) {
+    return std::nullopt;  // not prepare's report
+  }
+}
+
 ExitCode doctor_data(const Command& command, const Plan& plan) {
   std::vector<TokenFile> files;
   std::vector<PageContent> parts;
@@ -192,6 +219,15 @@ ExitCode doctor_data(const Command& command, const Plan& plan) {
       parts[i].outside.push_back(std::move(line));
     }
   }
+  std::vector<std::string> doubts;  // a tokenizer that is not the records' own
+  for (const char* key : kTokenKeys) {
+    const std::optional<Finding> finding = check_tokenizer(plan, key);
+    if (finding && !finding->is_fine) {
+      doubts.push_back(finding->text);
+      log_warn("{}: {}", finding->what, finding->text);
+    }
+  }
+  const ExitCode code = doubts.empty() ? ExitCode::kOk : ExitCode::kData;
   const VocabularySweep sweep = sweep_of(plan, files.front(), files.size() > 1 ? &files[1] : nullptr);
   if (!command.output.empty()) {
     atomic_write(command.output, html_page(parts, &sweep), ExitCode::kUsage);
@@ -203,9 +239,9 @@ ExitCode doctor_data(const Command& command, const Plan& plan) {
       part.set("path", files[i].path.string()).set("outside_draft_vocabulary", Json::array_of(parts[i].outside));
       out.set(parts[i].title.substr(0, parts[i].title.find(':')), std::move(part));
     }
-    out.set("vocabulary", sweep.to_json());
+    out.set("vocabulary", sweep.to_json()).set("doubts", Json::array_of(doubts));
     std::puts(out.dump(2).c_str());
-    return ExitCode::kOk;
+    return code;
   }
   const bool colours = ::isatty(STDOUT_FILENO) != 0 && std::getenv("NO_COLOR") == nullptr;
   for (const PageContent& part : parts) {
@@ -222,7 +258,7 @@ ExitCode doctor_data(const Command& command, const Plan& plan) {
   if (!command.output.empty()) {
     std::printf("page: %s\n", command.output.c_str());
   }
-  return ExitCode::kOk;
+  return code;
 }
 
 ExitCode doctor_vocabulary(const Command& command, const Plan& plan) {
@@ -267,6 +303,9 @@ ExitCode doctor_features(const Command& command, const Plan& plan) {
   std::vector<Finding> findings;
   constexpr std::pair<const char*, const char*> kPairs[] = {{"data.hidden_states_path", "data.train_data_path"}, {"data.eval_hidden_states_path", "data.eval_data_path"}};
   for (const auto& [features, tokens] : kPairs) {
+    if (std::optional<Finding> finding = check_tokenizer(plan, tokens)) {
+      findings.push_back(std::move(*finding));
+    }
     auto path = plan.get<fs::path>(features);
     std::error_code ignored;
     if (path.empty() || !fs::exists(path, ignored)) {
