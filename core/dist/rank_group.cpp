@@ -50,6 +50,9 @@ std::unique_ptr<RankGroup> RankGroup::open(Options options) {
     }
     const auto note = std::filesystem::path(world.folder) / "dead";
     if (!world.folder.empty() && std::filesystem::exists(note)) {
+      if (!world.is_lead()) {  // rank 0 tells, or of rank 0 the launcher does
+        group->options_.leave(ExitCode::kCommunication, "", "");
+      }
       throw Error(ExitCode::kCommunication, read_file(note, ExitCode::kCommunication), "see the messages of that rank");
     }
   };

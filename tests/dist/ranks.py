@@ -3,6 +3,7 @@
 
     tests/dist/ranks.py BUILD_DIR TESTS_DIR [case ...]
 
+On GPUs with SF_DEVICE=cuda; tests/sharding/backends.py says what the other variables do.
 Standard library only. Ends with `N passed, N failed`.
 """
 import atexit
@@ -21,7 +22,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
 from tiny import BUILD, ENVIRONMENT, HOST, Work, expect, run_cases  # noqa: E402
 
-FSDP2 = ("--backend", "fsdp2", "--set", 'training.reduce_dtype="float32"')
+FSDP2 = ("--backend", "fsdp2", "--set", 'training.reduce_dtype="float32"', *(part for one in os.environ.get("SF_SET", "").split() for part in ("--set", one)))
 
 
 class Ranks(Work):
@@ -163,6 +164,21 @@ def a_killed_rank_ends_all_with_one_message():
         wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 60, "no progress")
         ranks = children_of(process)
         assert len(ranks) == 2
+        os.kill(ranks[victim], signal.SIGKILL)
+        text = finish(process, 20, 6)
+        assert len(errors_in(text)) == 1, text
+        expect(errors_in(text)[0], f"rank {victim} was killed by signal 9")
+        assert not any(is_alive(pid) for pid in ranks)
+    shutil.rmtree(work.path)
+
+
+def a_rank_killed_before_its_first_window_ends_all():
+    work = Ranks(steps=4000)
+    for victim, delay in ((1, 0.2), (0, 0.2), (1, 0.8), (1, 1.5), (1, 2.5)):  # at different places of the start
+        process = work.start_ranks(2, "--set", 'run_id="early"', "--set", 'data.eval_hidden_states_path=""', "--set", "training.save_interval=0", "--set", "training.log_interval=4000")
+        wait_until(lambda: len(children_of(process)) == 2, 10, "no ranks")
+        ranks = children_of(process)
+        time.sleep(delay)
         os.kill(ranks[victim], signal.SIGKILL)
         text = finish(process, 20, 6)
         assert len(errors_in(text)) == 1, text

@@ -3,7 +3,7 @@
 
     tests/e2e/test_compile_blocks.py BUILD_DIR
 
-Needs a GPU; says so and passes without one. Standard library only. Ends with `N passed, N failed`.
+Needs a GPU, and has more cases with two (SF_MOST_RANKS=2); SF_CASES="2 ranks" picks those whose name has this in it; without one says so and passes. Standard library only. Ends with `N passed, N failed`.
 """
 import json
 import os
@@ -27,6 +27,7 @@ def host(*words, code=0):
 
 
 def trains_to_the_same_bits(algorithm, place, dtype, backend="single", *more):
+    ranks, more = (["--nproc", "2"], more[1:]) if more[:1] == ("2 ranks",) else ([], more)
     common = ["--set", 'device="cuda"', "--set", f'model.torch_dtype="{dtype}"', "--set", f'output_dir="{place}/runs"', "--set", f'data.hidden_states_path="{place}/{algorithm}-{dtype}"',
               "--set", 'data.eval_hidden_states_path=""', "--set", "training.eval_interval=0"]
     if algorithm != "eagle3":
@@ -37,7 +38,7 @@ def trains_to_the_same_bits(algorithm, place, dtype, backend="single", *more):
     runs = {}
     for name, compiled in (("eager", "false"), ("graphs", "true")):
         shutil.rmtree(place / "runs", ignore_errors=True)
-        said = host("train", recipe, *common, "--backend", backend, "--set", f'run_id="{name}"', "--set", f"training.compile_blocks={compiled}", "--set", "training.static_shapes=true",
+        said = host("train", recipe, *common, *ranks, "--backend", backend, "--set", f'run_id="{name}"', "--set", f"training.compile_blocks={compiled}", "--set", "training.static_shapes=true",
                     "--set", "training.accumulation_steps=3", "--set", "training.batch_size=2", "--set", f"training.max_steps={STEPS}", "--set", f"training.total_steps={STEPS}",
                     "--set", "training.log_interval=1", "--set", "training.save_interval=0", *[word for one in more for word in ("--set", one)])
         assert ("CUDA graphs" in said) == (compiled == "true"), said
@@ -66,6 +67,12 @@ def main():
     cases += [("dflash2", "bfloat16", "fsdp2"), ("eagle3", "bfloat16", "fsdp2"), ("dflash2", "float32", "single", 'training.recompute=["block.*"]'),
               ("dflash2", "float32", "single", "training.grad_accum_dtype=\"bfloat16\""),
               ("dflash2", "bfloat16", "single+fp8"), ("eagle3", "bfloat16", "single+fp8"), ("dspark", "bfloat16", "fsdp2+fp8")]
+    if os.environ.get("SF_MOST_RANKS") == "2":
+        of_two = [(algorithm, "bfloat16", "fsdp2", "2 ranks", f"training.peer_copies={copies}", *mode) for algorithm in ("dflash2", "dspark", "eagle3") for copies, mode in
+                  (("on", ()), ("on", ('training.fsdp_sharding="FULL_SHARD"',)), ("off", ()))]
+        of_two.append(("dspark", "bfloat16", "fsdp2+fp8", "2 ranks", "training.peer_copies=on", "plugin.fp8.gather=true"))
+        cases += of_two
+    cases = [case for case in cases if os.environ.get("SF_CASES", "") in " ".join(case)]
     for algorithm, dtype, backend, *more in cases:
         try:
             last = trains_to_the_same_bits(algorithm, place, dtype, backend, *more)

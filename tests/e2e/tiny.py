@@ -21,12 +21,13 @@ BUILD, TESTS = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).re
 HOST = BUILD / "bin" / "sf-host"
 TARGET = TESTS / "parity" / "golden" / "target_qwen3"
 
+DEVICE = os.environ.get("SF_DEVICE", "cpu")
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # tiny products gain nothing from threads, and wait for each other on a busy machine
 
 RECIPE = """
 run_id = "tiny"
 output_dir = "out"
-device = "cpu"
+device = "{device}"
 
 [model]
 target_model_path = "{target}"
@@ -84,7 +85,7 @@ class Work:
     def write_recipe(self, steps=40, target=TARGET, algorithm="dflash2"):
         is_eagle3 = algorithm == "eagle3"
         (self.path / "recipe.toml").write_text(RECIPE.format(
-            steps=steps, target=target, algorithm=algorithm, settings=SETTINGS[algorithm], options=OPTIONS[algorithm], layers=1 if is_eagle3 else 2,
+            device=DEVICE, steps=steps, target=target, algorithm=algorithm, settings=SETTINGS[algorithm], options=OPTIONS[algorithm], layers=1 if is_eagle3 else 2,
             block="" if is_eagle3 else "draft_block_size = 4\nmask_token_id = 1\n", target_layers="[1, 3, 5]" if is_eagle3 else "[1, 3]"))
 
     def host(self, verb, *arguments, code=0, recipe="recipe.toml"):

@@ -3,7 +3,8 @@
 
     tests/sharding/backends.py BUILD_DIR [--all] [case ...]
 
-Runs the tiny recipes on the CPU; SF_DEVICE=cuda and SF_MOST_RANKS=2 run them on two GPUs. Without --all each backend meets each mode and each number of ranks once; with it every combination runs
+Runs the tiny recipes on the CPU; SF_DEVICE=cuda and SF_MOST_RANKS=2 run them on two GPUs; SF_SET="training.peer_copies=off ..." sets more options
+wherever there are several ranks. Without --all each backend meets each mode and each number of ranks once; with it every combination runs
 (tools/check). Standard library only. Ends with `N passed, N failed`.
 """
 import array
@@ -23,6 +24,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 ALL = "--all" in sys.argv
 DEVICE = os.environ.get("SF_DEVICE", "cpu")
 MOST_RANKS = int(os.environ.get("SF_MOST_RANKS", "4"))
+MORE = [part for one in os.environ.get("SF_SET", "").split() for part in ("--set", one)]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STEPS = 10 if DEVICE == "cpu" else 20
 TOLERANCE = 1e-6 if DEVICE == "cpu" else 1e-5  # seen on the CPU: 2.4e-7
@@ -51,7 +53,7 @@ class Place:
     def host(self, verb, *arguments, code=0, ranks=1):
         sets = {"device": DEVICE, "output_dir": self.path / "runs", "data.hidden_states_path": self.path / "train", "data.eval_hidden_states_path": self.path / "held_out"}
         command = [HOST, verb, self.recipe] + [part for key, value in sets.items() for part in ("--set", f'{key}="{value}"')]
-        command += ["--nproc", str(ranks)] if ranks > 1 else []
+        command += ["--nproc", str(ranks), *MORE] if ranks > 1 else []
         done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
         assert done.returncode == code, f"{' '.join(map(str, arguments))}: exit {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}"
         return done
@@ -61,9 +63,9 @@ class Place:
         values = {"run_id": f'"{run}"', "training.max_steps": steps, "training.total_steps": STEPS, "training.accumulation_steps": micro_steps,
                   "training.batch_size": batch, "training.learning_rate": 1e-3, "training.log_interval": 1, "training.save_interval": 0,
                   "training.eval_interval": 0, "training.max_checkpoints": 0, "data.eval_hidden_states_path": '""'}
-        if backend != "single":
+        if not backend.startswith("single"):
             values["training.fsdp_sharding"] = f'"{mode}"'
-        if backend == "fsdp2":
+        if backend.startswith("fsdp2"):
             values["training.reduce_dtype"] = '"float32"'
         sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         return self.host("train", "--backend", f"{backend}+{writer}", *sets, *arguments, ranks=ranks, code=code)
@@ -152,7 +154,7 @@ def a_window_has_one_gather_and_one_reduction_for_each_group():
     for algorithm, layers in (("dflash2", 3), ("dspark", 2), ("eagle3", 1)):
         for backend in ("fsdp1", "fsdp2"):
             command = [HOST, "bench", ROOT / "recipes" / f"tiny-{algorithm}.toml", "--nproc", "2", "--backend", backend, "--steps", "2", "--repeats", "1",
-                       "--json", "--set", f'device="{DEVICE}"', "--set", "training.accumulation_steps=3", "--set", f"model.draft_num_hidden_layers={layers}"]
+                       "--json", "--set", f'device="{DEVICE}"', "--set", "training.accumulation_steps=3", "--set", f"model.draft_num_hidden_layers={layers}", *MORE]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENVIRONMENT)
             assert done.returncode == 0, done.stderr
             result = json.loads(done.stdout)
@@ -215,9 +217,30 @@ def a_run_goes_on_under_other_backends_and_numbers_of_ranks():
     shutil.rmtree(place.path)
 
 
+def float8_on_two_ranks_trains_as_on_one_and_a_gather_in_float8_changes_no_bit():
+    place = Place("dspark")
+    fp8 = () if DEVICE == "cuda" else ("--set", "plugin.fp8.emulate=true")
+    if DEVICE == "cuda":
+        fp8 += ("--set", 'model.torch_dtype="bfloat16"')
+    place.train("one", *fp8, backend="single+fp8")
+    one = place.curve("one")
+    for mode in ("SHARD_GRAD_OP", "FULL_SHARD"):
+        curves = []
+        for gather in ("false", "true"):
+            run = f"{mode}-{gather}"
+            place.train(run, *fp8, "--set", f"plugin.fp8.gather={gather}", backend="fsdp2+fp8", mode=mode, ranks=2)
+            curves.append(place.curve(run))
+        assert curves[0] == curves[1], f"{mode}: {curves}"
+        worst = [max(relative(a[i], b[i]) for a, b in zip(one, curves[0])) for i in (0, 1)]
+        print(f"        {mode}: first loss differs by {relative(one[0][0], curves[0][0][0]):.1e}, all losses by up to {worst[0]:.1e}, norms by {worst[1]:.1e}")
+        assert relative(one[0][0], curves[0][0][0]) < 2e-3 and worst[0] < 2e-2, (one, curves[0])   # a sum that rounds another way moves an encoded number by a whole step
+    shutil.rmtree(place.path)
+
+
 def main():
     cases = [dflash2_trains_as_one_process, dspark_trains_as_one_process, eagle3_trains_as_one_process, a_window_has_one_gather_and_one_reduction_for_each_group,
-             a_run_goes_on_under_the_same_backend_with_the_same_bits, a_run_goes_on_from_two_ranks_to_one_and_back_with_the_same_losses, a_run_goes_on_under_other_backends_and_numbers_of_ranks]
+             a_run_goes_on_under_the_same_backend_with_the_same_bits, a_run_goes_on_from_two_ranks_to_one_and_back_with_the_same_losses, a_run_goes_on_under_other_backends_and_numbers_of_ranks,
+             float8_on_two_ranks_trains_as_on_one_and_a_gather_in_float8_changes_no_bit]
     only = [word for word in sys.argv[2:] if not word.startswith("--")]
     passed = failed = 0
     for case in cases:
