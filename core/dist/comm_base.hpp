@@ -46,8 +46,11 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks,
 /// `library`: libsf_comm_gloo.so. Throws Error(kCommunication) when it can't be opened or the ranks do not reach each other.
 std::unique_ptr<RankComm> open_gloo(RankGroup& group, const std::filesystem::path& library);
 
-/// Collectives on GPUs by NCCL, on a stream of their own. `engine_cuda`: handle of libsf_engine_cuda.so. `peer_copies`: between GPUs of one machine, gathers and
-/// reductions of registered buffers go by their copy engines (core/dist/peer_copies.hpp). Throws Error(kCommunication), also when they can't.
-std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, bool peer_copies);
+/// Whether, between GPUs of one machine, gathers and reductions of registered buffers go by their copy engines (core/dist/peer_copies.hpp).
+enum class PeerCopying { off, if_possible, required };
+
+/// Collectives on GPUs by NCCL, on a stream of their own. `engine_cuda`: handle of libsf_engine_cuda.so. Throws Error(kCommunication), also when copies are
+/// required and some rank can't; if_possible leaves gathers and reductions to NCCL then, on all ranks, and says why.
+std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, PeerCopying peers);
 
 }  // namespace sf

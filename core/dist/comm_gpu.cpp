@@ -103,9 +103,9 @@ constexpr int64_t kPeerAlignment = 16;  // bytes, of a part in the sum's kernel
 
 class NcclComm final : public RankComm {
  public:
-  NcclComm(RankGroup& ranks, at::Device device, const sf_nccl_api& api, bool peer_copies)
-      : RankComm(ranks), api_(api), device_(device), uses_peers_(peer_copies), main_(connect("main")) {
-    if (uses_peers_) {
+  NcclComm(RankGroup& ranks, at::Device device, const sf_nccl_api& api, PeerCopying peers)
+      : RankComm(ranks), api_(api), device_(device), peers_(peers), main_(connect("main")) {
+    if (uses_peers()) {
       meet_peers(main_);
     }
     group().watchdog().set_abort([this] {
@@ -122,7 +122,7 @@ class NcclComm final : public RankComm {
   }
 
   std::string library() const override {
-    return "NCCL " + version_text(api_.version) + (uses_peers_ ? ", gathers and reductions by the GPUs' copy engines" : "");
+    return "NCCL " + version_text(api_.version) + (uses_peers() ? ", gathers and reductions by the GPUs' copy engines" : "");
   }
 
   std::unique_ptr<CommWork> all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label, Channel channel) override {
@@ -165,7 +165,7 @@ class NcclComm final : public RankComm {
   void open_reduction_channel() override {
     if (reduction_ == nullptr) {
       reduction_ = connect("reduction");
-      if (uses_peers_) {
+      if (uses_peers()) {
         meet_peers(reduction_);
       }
     }
@@ -177,7 +177,7 @@ class NcclComm final : public RankComm {
         log_info("NCCL copies through buffers of its own, as it can't register ours: {}", problem.data());
       }
     }
-    if (uses_peers_) {
+    if (uses_peers()) {
       share(buffer);
     }
   }
@@ -206,13 +206,27 @@ class NcclComm final : public RankComm {
     return opened;
   }
 
-  // One text of each rank that holds a handle, or why there is none. All ranks learn of it and end the run alike: what was asked for can't be had.
+  [[nodiscard]] bool uses_peers() const { return peers_ != PeerCopying::off; }
+
+  // The same on all ranks: what was asked for can't be had, or NCCL does all of it from here on. Before any window.
+  void do_without_peers(const std::string& why) {
+    if (peers_ == PeerCopying::required) {
+      throw Error(ExitCode::kCommunication, "training.peer_copies = \"on\", and " + why, "training.peer_copies = \"off\" leaves gathers and reductions to NCCL");
+    }
+    if (rank() == 0) {
+      log_info("gathers and reductions go by NCCL and not by the GPUs' copy engines, as {}", why);
+    }
+    peers_ = PeerCopying::off;
+    shared_.clear();
+  }
+
+  // One text of each rank that holds a handle, or why there is none: then the result is empty on all ranks.
   std::vector<PeerHandle> exchange_handles(const PeerHandle& own, int failed, const Problem& problem, std::string_view what) {
     std::vector<PeerHandle> handles;
     for (const std::string& text : gather_texts(failed != 0 ? format("-{}", problem.data()) : to_hex(own), what)) {
       if (text.starts_with("-")) {
-        throw Error(ExitCode::kCommunication, format("training.peer_copies = true, and {} failed on rank {}: {}", what, handles.size(), text.substr(1)),
-                    "training.peer_copies = false leaves gathers and reductions to NCCL");
+        do_without_peers(format("{} failed on rank {}: {}", what, handles.size(), text.substr(1)));
+        return {};
       }
       handles.push_back(from_hex<SF_PEER_HANDLE_BYTES>(text));
     }
@@ -222,14 +236,16 @@ class NcclComm final : public RankComm {
 
   void meet_peers(sf_nccl* channel) {
     if (group().world().local_size != size() || size() > kPeersMost) {
-      throw Error(ExitCode::kCommunication,
-                  format("training.peer_copies = true, and of {} ranks {} are on this machine; it takes all of them, and at most {}", size(), group().world().local_size, kPeersMost),
-                  "training.peer_copies = false leaves gathers and reductions to NCCL");
+      do_without_peers(format("of {} ranks {} are on this machine; they take all of them, and at most {}", size(), group().world().local_size, kPeersMost));
+      return;
     }
     Problem problem{};
     PeerHandle own{};
     int failed = api_.make_peers(channel, own.data(), problem.data(), problem.size());
     const std::vector<PeerHandle> handles = exchange_handles(own, failed, problem, "sharing memory with the other ranks");
+    if (handles.empty()) {
+      return;
+    }
     failed = api_.meet_peers(channel, handles.data(), problem.data(), problem.size());
     all_could(failed, problem, "opening the other ranks' memory");
   }
@@ -239,6 +255,9 @@ class NcclComm final : public RankComm {
     PeerHandle own{};
     int failed = api_.share_memory(main_, buffer.const_data_ptr(), own.data(), problem.data(), problem.size());
     const std::vector<PeerHandle> handles = exchange_handles(own, failed, problem, "sharing a buffer with the other ranks");
+    if (handles.empty()) {
+      return;
+    }
     Shared shared{.begin = static_cast<const char*>(buffer.const_data_ptr()), .bytes = buffer.nbytes(), .of_rank = {}};
     for (int64_t rank = 0; rank < size() && failed == 0; ++rank) {
       void* there = buffer.data_ptr();
@@ -248,7 +267,9 @@ class NcclComm final : public RankComm {
       shared.of_rank.push_back(static_cast<const char*>(there));
     }
     all_could(failed, problem, "opening a buffer of the other ranks");
-    shared_.push_back(std::move(shared));
+    if (uses_peers()) {
+      shared_.push_back(std::move(shared));
+    }
   }
 
   sf_nccl* of(Channel channel) const { return channel == Channel::reduction && reduction_ != nullptr ? reduction_ : main_; }
@@ -335,7 +356,7 @@ class NcclComm final : public RankComm {
 
   const sf_nccl_api& api_;
   at::Device device_;
-  bool uses_peers_ = false;                             // gathers and reductions copy between the ranks' GPUs
+  PeerCopying peers_;                                   // off as soon as some rank can't
   sf_nccl* main_ = nullptr;
   sf_nccl* reduction_ = nullptr;
   std::vector<Shared> shared_;
@@ -344,12 +365,12 @@ class NcclComm final : public RankComm {
 
 }  // namespace
 
-std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, bool peer_copies) {
+std::unique_ptr<RankComm> open_nccl(RankGroup& group, at::Device device, void* engine_cuda, PeerCopying peers) {
   void* symbol = engine_cuda == nullptr ? nullptr : dlsym(engine_cuda, "sf_nccl_v1");
   if (symbol == nullptr) {
     throw Error(ExitCode::kCommunication, "several ranks on GPUs need NCCL, and libsf_engine_cuda.so has none", "build it again, with tools/setup's NCCL");
   }
-  return std::make_unique<NcclComm>(group, device, *reinterpret_cast<const sf_nccl_api* (*)()>(symbol)(), peer_copies);
+  return std::make_unique<NcclComm>(group, device, *reinterpret_cast<const sf_nccl_api* (*)()>(symbol)(), peers);
 }
 
 }  // namespace sf

@@ -33,7 +33,14 @@ std::string ranks_text(const Plan& plan) {
   const bool on_gpus = plan.get<std::string>("device") == "cuda";
   std::string out = format("ranks\n  {} rank{}, {} of them on this machine  {}\n", plan.ranks.count, plan.ranks.count == 1 ? "" : "s",
                            plan.ranks.on_this_machine, plan.ranks.origin);
-  return plan.ranks.count == 1 ? out : out + format("  collectives  {}\n", on_gpus ? "NCCL (libsf_engine_cuda.so)" : "gloo (libsf_comm_gloo.so)");
+  if (plan.ranks.count == 1) {
+    return out;
+  }
+  const PlanValue& copies = plan.at("training.peer_copies");
+  const bool are_copied = std::get<std::string>(copies.value) == "on";
+  return out + format("  collectives  {}\n", !on_gpus ? "gloo (libsf_comm_gloo.so)"
+                                              : are_copied ? "NCCL (libsf_engine_cuda.so); gathers and reductions by the GPUs' copy engines" + std::string(copies.is_set ? "" : ", unless they can't reach each other's memory")
+                                                           : "NCCL (libsf_engine_cuda.so), gathers and reductions, too: training.peer_copies is " + copies.origin);
 }
 
 std::string values_text(const Plan& plan, bool only_set) {

@@ -14,6 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr std::int64_t kPeersMost = 16;  // as in core/dist/comm_gpu.cpp
+
 // device = "auto" becomes what was taken, with the reason as origin.
 void choose_device(const Machine& machine, bool will_run, PlanValues& values, Diagnostics& problems) {
   auto found = values.find("device");
@@ -39,6 +41,27 @@ void choose_device(const Machine& machine, bool will_run, PlanValues& values, Di
       problems.warn(diagnostic);
     }
   }
+}
+
+// training.peer_copies = "auto" becomes what the run begins with. What a plan can't know, whether GPUs reach each other's memory, the ranks find out.
+void choose_peer_copies(const PlanRanks& ranks, PlanValues& values) {
+  const auto found = values.find("training.peer_copies"), device = values.find("device");
+  if (found == values.end() || device == values.end() || std::get<std::string>(found->second.value) != "auto") {
+    return;
+  }
+  std::string reason;
+  if (ranks.count == 1) {
+    reason = "there is one rank";
+  } else if (std::get<std::string>(device->second.value) != "cuda") {
+    reason = "ranks on the CPU";
+  } else if (ranks.on_this_machine != ranks.count) {
+    reason = format("{} of {} ranks are on this machine, and they take all of them", ranks.on_this_machine, ranks.count);
+  } else if (ranks.count > kPeersMost) {
+    reason = format("there are {} ranks, and they take at most {}", ranks.count, kPeersMost);
+  }
+  found->second.value = std::string(reason.empty() ? "on" : "off");
+  found->second.is_set = false;  // not asked for: ranks that can't copy leave it to NCCL
+  found->second.origin = "auto: " + (reason.empty() ? format("{} GPUs of one machine", ranks.count) : reason);
 }
 
 // Each rank of this machine computes on a GPU of its own. A launcher may show each of them one GPU only.
@@ -192,6 +215,7 @@ Resolution resolve(const ResolveRequest& request, const Catalog& catalog,
       machine, device != plan.values.end() ? std::get<std::string>(device->second.value) : "cpu",
       request.torch_variant, request.ranks.count);
   plan.ranks = request.ranks;
+  choose_peer_copies(plan.ranks, plan.values);
   check_devices(machine, request, plan, problems);
   if (auto target = plan.values.find("model.target_model_path"); target != plan.values.end()) {
     plan.facts.merge(

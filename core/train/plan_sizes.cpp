@@ -68,6 +68,53 @@ BlockColumns block_columns(const Description& description, const std::vector<std
 
 }  // namespace
 
+namespace {
+
+// Weights that come encoded have no place among the whole parameters; what each rank sends of their groups lies in a payload of its own.
+void count_codec(const Description& description, const Sharding& sharding, const Transforms& transforms, int64_t ranks, at::ScalarType dtype, ShardingMemory& held) {
+  std::vector<UnitSpec> plain = description.units;
+  std::map<std::string, std::pair<int64_t, int64_t>> groups;  // elements that are carried, and others
+  for (const Transforms::Member& member : transforms.members()) {
+    for (size_t l = 0; l < member.taken.size() && member.transform->memory().is_gathered; ++l) {
+      const LinearSpec& linear = transforms.linears()[l];
+      if (member.taken[l]) {
+        plain[static_cast<size_t>(linear.unit_index)].parameters[static_cast<size_t>(linear.parameter)].shape = {0, linear.inputs};
+        groups[linear.shard_group].first += linear.inputs * linear.outputs;
+      }
+    }
+  }
+  if (groups.empty()) {
+    return;
+  }
+  held.whole = sharding.memory(plain, ranks, dtype).whole;
+  for (const UnitSpec& unit : plain) {
+    if (const auto group = groups.find(unit.shard_group); group != groups.end()) {
+      for (const ParameterSpec& parameter : unit.parameters) {
+        group->second.second += elements(parameter);
+      }
+    }
+  }
+  for (const auto& [name, sizes] : groups) {
+    held.buffers += (sizes.first + sizes.second * static_cast<int64_t>(c10::elementSize(dtype))) / ranks;
+  }
+}
+
+// What the other ranks' parts of a reduction are copied to: of the largest group.
+int64_t copied_parts(const Plan& plan, const Description& description, int64_t ranks, int64_t element) {
+  std::map<std::string, int64_t> groups;
+  int64_t largest = 0;
+  for (const UnitSpec& unit : description.units) {
+    for (const ParameterSpec& parameter : unit.parameters) {
+      groups[unit.shard_group] += parameter.trainable ? elements(parameter) : 0;
+    }
+    largest = std::max(largest, groups[unit.shard_group]);
+  }
+  const bool is_wide = plan.get<std::string>("backend.sharding") == "fsdp2" ? plan.get<std::string>("training.reduce_dtype") == "float32" : element == 4;
+  return largest * (ranks - 1) / ranks * (is_wide ? 4 : 2);
+}
+
+}  // namespace
+
 std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& description, const Sharding* sharding, const Transforms* transforms) {
   const ModelFacts facts = model_facts(plan);
   const int64_t element = facts.bfloat16 ? 2 : 4;
@@ -92,7 +139,15 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
   const int64_t ranks = world == plan.facts.end() ? 1 : std::get<int64_t>(world->second);
   ShardingMemory held{.weights = parameters * element, .trainable_elements = trainable};
   if (sharding != nullptr) {
-    held = sharding->memory(description.units, ranks, facts.bfloat16 ? at::kBFloat16 : at::kFloat);
+    const at::ScalarType dtype = facts.bfloat16 ? at::kBFloat16 : at::kFloat;
+    held = sharding->memory(description.units, ranks, dtype);
+    if (ranks > 1 && transforms != nullptr && held.whole > 0) {
+      count_codec(description, *sharding, *transforms, ranks, dtype, held);
+    }
+  }
+  const bool copies_parts = ranks > 1 && held.whole > 0 && on_gpu && plan.has("training.peer_copies") && plan.get<std::string>("training.peer_copies") == "on";
+  if (copies_parts) {
+    held.buffers += copied_parts(plan, description, ranks, element);
   }
 
   const Json target = Json::parse(facts.target_config_json, "config.json");
@@ -143,7 +198,7 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
     lines.insert(lines.begin() + 1, {"whole parameters", held.whole, "while their group is in use"});
   }
   if (held.buffers > 0) {
-    lines.insert(lines.begin() + (held.whole > 0 ? 2 : 1), {"communication buffers", held.buffers, "gathers, reductions, this rank's gradients"});
+    lines.insert(lines.begin() + (held.whole > 0 ? 2 : 1), {"communication buffers", held.buffers, std::string("gathers, reductions, this rank's gradients") + (copies_parts ? ", parts of other ranks" : "")});
   }
   if (transforms != nullptr) {
     for (const Transforms::Member& member : transforms->members()) {

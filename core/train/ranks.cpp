@@ -61,8 +61,8 @@ void end_rank(const EngineContext& context, RankGroup& group, const Error& error
   throw error;
 }
 
-std::unique_ptr<RankComm> open_comm(RankGroup& group, at::Device device, bool peer_copies) {
-  auto comm = device.is_cpu() ? open_gloo(group, own_folder() / "libsf_comm_gloo.so") : open_nccl(group, device, engine_cuda_handle(), peer_copies);
+std::unique_ptr<RankComm> open_comm(RankGroup& group, at::Device device, PeerCopying peers) {
+  auto comm = device.is_cpu() ? open_gloo(group, own_folder() / "libsf_comm_gloo.so") : open_nccl(group, device, engine_cuda_handle(), peers);
   log_info("{} ranks, collectives by {}", comm->size(), comm->library());
   return comm;
 }

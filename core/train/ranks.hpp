@@ -9,8 +9,8 @@ namespace sf {
 
 /// All ranks have the same values of the recipe, the same plugins and the same build. Throws Error(kCommunication) that says who differs.
 void compare_ranks(RankGroup& group, const EngineContext& context);
-/// gloo on the CPU; NCCL on GPUs, with `peer_copies` beside their copy engines. Throws Error(kCommunication).
-std::unique_ptr<RankComm> open_comm(RankGroup& group, at::Device device, bool peer_copies);
+/// gloo on the CPU; NCCL on GPUs, beside their copy engines as `peers` says. Throws Error(kCommunication).
+std::unique_ptr<RankComm> open_comm(RankGroup& group, at::Device device, PeerCopying peers);
 
 /// This rank can't go on: the others learn why. Throws what is to be told here, or leaves without a word when rank 0 tells.
 [[noreturn]] void end_rank(const EngineContext& context, RankGroup& group, const Error& error);

@@ -237,7 +237,10 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
     }
   }
   if (ranks != nullptr && ranks->group != nullptr) {
-    ranks->comm = open_comm(*ranks->group, session->placement.device, plan.get<bool>("training.peer_copies"));
+    ranks->comm = open_comm(*ranks->group, session->placement.device,
+                            plan.get<std::string>("training.peer_copies") != "on" ? PeerCopying::off
+                            : plan.at("training.peer_copies").is_set              ? PeerCopying::required
+                                                                                  : PeerCopying::if_possible);
     session->ranks = ranks->group.get();
     session->placement.comm = ranks->comm.get();
   }

@@ -160,7 +160,7 @@ OPTIONS = {
     "training.fsdp_sharding": ("train", '"FULL_SHARD"', ENDS),
     "training.reduce_dtype": ("train", '"float32"', ENDS),
     "training.shard_frozen_tables": ("train", "true", ENDS),
-    "training.peer_copies": ("train", "true", ENDS),
+    "training.peer_copies": ("train", '"on"', ENDS),
     "training.reduce_scatter_max_input_buffers": ("train", "2", ENDS),
     "training.separate_reduce_scatter_group": ("train", "true", ENDS),
     "training.num_anchors": ("train", "3"),

@@ -59,6 +59,24 @@ def the_plan_says_what_is_taken_over_and_what_that_takes():
     shutil.rmtree(work.path)
 
 
+def the_plan_counts_what_a_gather_in_float8_and_copies_between_gpus_change():
+    work = captured("dspark")
+    def sizes(*more):
+        plan = work.json("plan", "--backend", "fsdp2+fp8", *FP8, "--nproc", "2", *more)
+        return {line["name"]: line["bytes"] for line in plan["sizes"]}
+    plain, coded = sizes(), sizes("--set", "plugin.fp8.gather=true")
+    carried = 2 * (2 * 64 * 96 + 2 * 64 * 48 + 3 * 64 * 128)   # two blocks of the tiny target: queries and output, keys and values, MLP
+    assert plain["whole parameters"] - coded["whole parameters"] == 4 * carried, (plain, coded)
+    others = 2 * (2 * 64 + 2 * 24)                            # norms of a block: rows, and heads
+    assert coded["communication buffers"] - plain["communication buffers"] == (carried + 4 * others) // 2, (plain, coded)
+    assert plain["weights of fp8"] == coded["weights of fp8"]
+    on, off = (sizes("--set", 'device="cuda"', "--set", f"training.peer_copies={copies}")["communication buffers"] for copies in ("on", "off"))
+    root = on - off                                            # half of the largest group, in bfloat16
+    assert root > 0 and sizes("--set", 'device="cuda"', "--set", "training.peer_copies=on", "--set", 'training.reduce_dtype="float32"')["communication buffers"] - \
+        sizes("--set", 'device="cuda"', "--set", "training.peer_copies=off", "--set", 'training.reduce_dtype="float32"')["communication buffers"] == 2 * root
+    shutil.rmtree(work.path)
+
+
 def a_run_that_goes_on_from_a_checkpoint_has_the_losses_of_one_that_did_not_stop():
     work = captured(steps=10)
     work.host("train", *SINGLE, "--set", 'run_id="whole"')

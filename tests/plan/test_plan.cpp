@@ -219,6 +219,34 @@ TEST_CASE("plan: each rank of a machine wants a GPU of its own, and the plan tel
   CHECK(plan_json(*plan.plan, {}).at("ranks").at("count").as_int() == 4);
 }
 
+TEST_CASE("plan: copies between GPUs are taken where they can be, and where they can't the plan says why") {
+  Case c;
+  const Machine machine{.gpus = 32, .processors = 8};
+  const auto planned = [&](const char* device, std::int64_t ranks, std::int64_t here, const char* copies) {
+    Resolution out = c.run({.recipe = {}, .overrides = {std::string("device=") + device, std::string("training.peer_copies=") + copies}, .machine = machine,
+                            .ranks = {.count = ranks, .on_this_machine = here, .origin = "by hand"}});
+    REQUIRE_MESSAGE(out.plan, out.problems.text());
+    return std::move(*out.plan);
+  };
+  struct Row {
+    const char* device;
+    std::int64_t ranks, here;
+    const char *value, *origin, *told;
+  };
+  for (const Row& row : {Row{"cuda", 2, 2, "on", "auto: 2 GPUs of one machine", "gathers and reductions by the GPUs' copy engines, unless they can't reach each other's memory"},
+                         Row{"cuda", 4, 2, "off", "auto: 2 of 4 ranks are on this machine, and they take all of them", "training.peer_copies is auto: 2 of 4 ranks"},
+                         Row{"cuda", 17, 17, "off", "auto: there are 17 ranks, and they take at most 16", "training.peer_copies is auto: there are 17 ranks"},
+                         Row{"cuda", 1, 1, "off", "auto: there is one rank", "1 rank"}, Row{"cpu", 2, 2, "off", "auto: ranks on the CPU", "gloo"}}) {
+    CAPTURE(std::string(row.origin));
+    const Plan plan = planned(row.device, row.ranks, row.here, "auto");
+    CHECK(plan.get<std::string>("training.peer_copies") == row.value);
+    CHECK(plan.at("training.peer_copies").origin == row.origin);
+    CHECK_MESSAGE(plan_text(plan, {}).find(row.told) != std::string::npos, plan_text(plan, {}));
+  }
+  CHECK(plan_text(planned("cuda", 2, 2, "on"), {}).find("by the GPUs' copy engines\n") != std::string::npos);
+  CHECK(plan_text(planned("cuda", 2, 2, "off"), {}).find("NCCL (libsf_engine_cuda.so), gathers and reductions, too: training.peer_copies is --set") != std::string::npos);
+}
+
 TEST_CASE("plan: as JSON every value has its origin, as text the sizes stand in columns") {
   Case c;
   Resolution out = c.run();

@@ -243,7 +243,7 @@ TEST_CASE("rules: copies between GPUs are refused on the CPU and have no effect 
     Schema schema;
     schema.add(host_manifest(), problems);
     RawValues raw;
-    apply_overrides({"model.target_model_path=/target", "algorithm.name=mydraft", "backend.sharding=fsdp2", "training.peer_copies=true"}, raw, problems);
+    apply_overrides({"model.target_model_path=/target", "algorithm.name=mydraft", "backend.sharding=fsdp2", "training.peer_copies=on"}, raw, problems);
     PlanValues values = schema.resolve(raw, {}, false, problems);
     std::vector<std::string> undecided;
     const std::set<std::string> names = {"mydraft", "fsdp2"};

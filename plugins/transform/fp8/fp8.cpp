@@ -71,6 +71,7 @@ TransformMemory Fp8::memory() const {
     memory.weights += layouts * linear.spec.inputs * linear.spec.outputs;
   }
   memory.detail = std::to_string(taken_.size()) + " weights encoded" + (layouts == 2 ? ", and transposed" : "");
+  memory.is_gathered = options_.gather;
   return memory;
 }
 

@@ -50,6 +50,7 @@ struct LinearProduct {
 struct TransformMemory {
   int64_t weights = 0;
   std::string detail;         // "35 linears in float8, both layouts"
+  bool is_gathered = false;   // its codec carries the weights that it took over, a byte for each element
 };
 
 /// How the parameters that a transform took over travel in a gather: encoded by the rank that holds a part, decoded where they are used. A sharding
