@@ -8,6 +8,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -45,11 +46,11 @@ NormedRows norm_rows(const at::Tensor& x, const at::Tensor& residual, const at::
   return rows;
 }
 
-// {gradient of what was normed, of the weight}; `grad_sum` is undefined or added to the first.
-std::pair<at::Tensor, at::Tensor> norm_rows_backward(const at::Tensor& grad_y, const at::Tensor& grad_sum, const at::Tensor& x,
+// {gradient of what was normed, of the weight}; `other_grad_y` is undefined or added to y's gradient, `grad_sum` to the first.
+std::pair<at::Tensor, at::Tensor> norm_rows_backward(const at::Tensor& grad_y, const at::Tensor& other_grad_y, const at::Tensor& grad_sum, const at::Tensor& x,
                                                      const at::Tensor& weight_h, const at::Tensor& inverse_r, bool wants_weight) {
   const int64_t h = x.size(-1), r = x.numel() / h;
-  const at::Tensor grad = whole(grad_y), sum = whole(grad_sum);
+  const at::Tensor grad = whole(grad_y), other = whole(other_grad_y), sum = whole(grad_sum);
   at::Tensor grad_x = at::empty(x.sizes(), x.options());
   at::Tensor grad_weight, partial;
   if (wants_weight) {
@@ -60,7 +61,7 @@ std::pair<at::Tensor, at::Tensor> norm_rows_backward(const at::Tensor& grad_y, c
   check_launch("rms_norm backward",
                cuda_launchers()->rms_norm_backward({.type = kernel_type(x), .r = r, .h = h, .x_rh = pointer(x), .weight_h = pointer(weight_h),
                                                     .inverse_r = inverse_r.const_data_ptr<float>(), .grad_y_rh = pointer(grad),
-                                                    .grad_sum_rh = pointer(sum), .grad_x_rh = pointer_to_write(grad_x),
+                                                    .other_grad_y_rh = pointer(other), .grad_sum_rh = pointer(sum), .grad_x_rh = pointer_to_write(grad_x),
                                                     .grad_weight_h = pointer_to_write(grad_weight),
                                                     .partial_ph = static_cast<float*>(pointer_to_write(partial)), .amax = magnitude_pointer(magnitude)},
                                                    stream_of(x)));
@@ -85,7 +86,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
     if (runs_on_kernels(saved[0], saved[1])) {
-      const auto [grad_x, grad_weight] = norm_rows_backward(gradients[0], at::Tensor(), saved[0], saved[1], saved[2], context->needs_input_grad(1));
+      const auto [grad_x, grad_weight] = norm_rows_backward(gradients[0], at::Tensor(), at::Tensor(), saved[0], saved[1], saved[2], context->needs_input_grad(1));
       return {grad_x, grad_weight, at::Tensor()};
     }
     const RmsNormGradient found =
@@ -95,39 +96,44 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
   }
 };
 
+// Without a residual the sum is x itself: its gradient and the norm's meet in one pass.
 struct ResidualRmsNorm : torch::autograd::Function<ResidualRmsNorm> {
-  static variable_list forward(AutogradContext* context, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h,
-                               double eps) {
-    if (has_kernels({x, residual}) && runs_on_kernels(x, weight_h)) {
-      const at::Tensor weight = whole(weight_h);
-      const NormedRows rows = norm_rows(whole(x), whole(residual), weight, eps);
-      context->save_for_backward({rows.sum, weight, rows.inverse_r});
-      return {rows.sum, rows.y};
+  static variable_list forward(AutogradContext* context, const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight_h, double eps) {
+    context->set_materialize_grads(false);
+    const at::Tensor added = residual.value_or(at::Tensor());
+    if (has_kernels({x, added}) && runs_on_kernels(x, weight_h)) {
+      const at::Tensor weight = whole(weight_h), x_rh = whole(x);
+      const NormedRows rows = norm_rows(x_rh, whole(added), weight, eps);
+      const at::Tensor sum = added.defined() ? rows.sum : x_rh.detach();
+      context->save_for_backward({sum, weight, rows.inverse_r});
+      return {sum, rows.y, rows.y.detach()};
     }
-    const at::Tensor sum = at::add(x, residual);
+    const at::Tensor sum = added.defined() ? at::add(x, added) : x.detach();
     const at::Tensor sum_wide = wide(sum);
     const at::Tensor inverse = inverse_rms(sum_wide, eps);
     context->save_for_backward({sum, weight_h, inverse});
-    return {sum, scale_rows(sum_wide, inverse, weight_h).to(sum.scalar_type())};
+    const at::Tensor y = scale_rows(sum_wide, inverse, weight_h).to(sum.scalar_type());
+    return {sum, y, y.detach()};
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
     const at::ScalarType type = saved[0].scalar_type();
-    at::Tensor grad_sum;
-    at::Tensor grad_weight;
-    if (gradients[1].defined() && runs_on_kernels(saved[0], saved[1])) {
-      std::tie(grad_sum, grad_weight) =
-          norm_rows_backward(gradients[1], gradients[0], saved[0], saved[1], saved[2], context->needs_input_grad(2));
-    } else if (gradients[1].defined()) {
-      const RmsNormGradient found =
-          rms_norm_backward(wide(gradients[1]), wide(saved[0]), wide(saved[1]), saved[2], context->needs_input_grad(2));
+    const bool wants_weight = context->needs_input_grad(2);
+    at::Tensor grad_y = gradients[1].defined() ? gradients[1] : gradients[2];
+    const at::Tensor other = gradients[1].defined() ? gradients[2] : at::Tensor();
+    at::Tensor grad_sum, grad_weight;
+    if (!grad_y.defined()) {
+      grad_sum = gradients[0];
+    } else if (runs_on_kernels(saved[0], saved[1])) {
+      std::tie(grad_sum, grad_weight) = norm_rows_backward(grad_y, other, gradients[0], saved[0], saved[1], saved[2], wants_weight);
+    } else {
+      grad_y = other.defined() ? at::add(wide(grad_y), wide(other)) : wide(grad_y);
+      const RmsNormGradient found = rms_norm_backward(grad_y, wide(saved[0]), wide(saved[1]), saved[2], wants_weight);
       grad_sum = gradients[0].defined() ? at::add(found.x, gradients[0]).to(type) : found.x.to(type);
       grad_weight = found.weight_h.defined() ? found.weight_h.to(saved[1].scalar_type()) : at::Tensor();
-    } else {
-      grad_sum = gradients[0];
     }
-    return {grad_sum, grad_sum, grad_weight, at::Tensor()};
+    return {grad_sum, context->needs_input_grad(1) ? grad_sum : at::Tensor(), grad_weight, at::Tensor()};
   }
 };
 
@@ -156,10 +162,10 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_h, double eps)
 }
 
 std::vector<at::Tensor> residual_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h, double eps) {
-  SF_CHECK(x.dim() >= 1 && x.sizes() == residual.sizes(), "residual_rms_norm: x has shape {}, the residual {}", x.sizes().vec(),
-           residual.sizes().vec());
+  SF_CHECK(x.dim() >= 1, "residual_rms_norm takes rows, found a scalar");
+  SF_CHECK(!residual.defined() || x.sizes() == residual.sizes(), "residual_rms_norm: x has shape {}, the residual {}", x.sizes().vec(), residual.sizes().vec());
   SF_CHECK_SHAPE(weight_h, {x.size(-1)});
-  return ResidualRmsNorm::apply(x, residual, weight_h, eps);
+  return ResidualRmsNorm::apply(x, residual.defined() ? std::optional<at::Tensor>(residual) : std::nullopt, weight_h, eps);
 }
 
 }  // namespace sf

@@ -10,7 +10,7 @@ namespace sf {
 /// weight_h * x / sqrt(mean(x^2) + eps). x [..., h].
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_h, double eps);
 
-/// {sum, rms_norm(sum)} with sum = x + residual, rounded once.
+/// {sum, rms_norm(sum), the same again} with sum = x + residual, rounded once; x itself where the residual is undefined (sf/ops.hpp).
 std::vector<at::Tensor> residual_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h, double eps);
 
 /// 1 / sqrt(mean(x^2) + eps) over the last axis, which stays with size 1. x is wide.

@@ -14,19 +14,19 @@ constexpr int64_t kEvaluationRows = 16384;  // of the MLP at a time: with an int
 class Convolution {
  public:
   Convolution(UnitContext& context, const BlockShape& shape, const char* name, const at::Tensor& x_bqh)
-      : context_(context), shape_(shape), base_(context.parameter(std::string(name) + ".base_kernel")) {
+      : context_(context), shape_(shape), bases_(context.parameter(std::string(name) + ".base_kernel").unbind(0)) {
     const at::Tensor projected = context.linear(std::string(name) + ".kernel_projection", x_bqh);
-    deltas_ = projected.view({x_bqh.size(0), x_bqh.size(1), 2, shape.conv_taps, shape.conv_groups});
+    deltas_ = projected.view({x_bqh.size(0), x_bqh.size(1), 2, shape.conv_taps, shape.conv_groups}).unbind(2);  // whose gradients are joined in one pass
   }
 
-  [[nodiscard]] at::Tensor apply(const at::Tensor& x_bqh, int64_t side) const {
-    return context_.ops().grouped_convolution(x_bqh, deltas_.select(2, side), base_.select(0, side), shape_.block_size);
+  [[nodiscard]] at::Tensor apply(const at::Tensor& x_bqh, size_t side) const {
+    return context_.ops().grouped_convolution(x_bqh, deltas_[side], bases_[side], shape_.block_size);
   }
 
  private:
   UnitContext& context_;
   const BlockShape& shape_;
-  at::Tensor base_, deltas_;
+  std::vector<at::Tensor> bases_, deltas_;
 };
 
 }  // namespace
@@ -88,11 +88,11 @@ int64_t block_saved_columns(const BlockShape& shape) {
 }
 
 std::vector<at::Tensor> DraftBlock::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
-  const at::Tensor& h = inputs[kRowsIn];
-  const at::Tensor x = context.ops().rms_norm(h, context.parameter("input_layernorm.weight"), shape_.eps);
+  const std::vector<at::Tensor> normed = context.ops().residual_rms_norm(inputs[kRowsIn], at::Tensor(), context.parameter("input_layernorm.weight"), shape_.eps);
+  const at::Tensor &h = normed[0], &x = normed[1];
   at::Tensor attended;
   if (shape_.conv_taps > 0) {
-    const Convolution convolution(context, shape_, "attention_conv", x);
+    const Convolution convolution(context, shape_, "attention_conv", normed[2]);
     attended = convolution.apply(attend(context, convolution.apply(x, 0), inputs), 1);
   } else {
     attended = attend(context, x, inputs);
@@ -100,25 +100,26 @@ std::vector<at::Tensor> DraftBlock::forward(UnitContext& context, const std::vec
 
   const std::vector<at::Tensor> summed =
       context.ops().residual_rms_norm(attended, h, context.parameter("post_attention_layernorm.weight"), shape_.eps);
-  return {at::add(summed[0], transform(context, summed[1]))};
+  return {at::add(summed[0], transform(context, summed[1], summed[2]))};
 }
 
 // The MLP and its convolution. Nothing in it looks past a block, so an evaluation, which has every position as a block, takes some blocks at a time.
-at::Tensor DraftBlock::transform(UnitContext& context, const at::Tensor& x_bqh) const {
+at::Tensor DraftBlock::transform(UnitContext& context, const at::Tensor& x_bqh, const at::Tensor& again_bqh) const {
   const int64_t b = x_bqh.size(0), q = x_bqh.size(1);
   if (context.phase() != Phase::evaluate || b * q <= kEvaluationRows) {
-    return transform_rows(context, x_bqh);
+    return transform_rows(context, x_bqh, again_bqh);
   }
   const int64_t step = std::max<int64_t>(1, kEvaluationRows / (b * shape_.block_size)) * shape_.block_size;
   at::Tensor out = at::empty_like(x_bqh);
   for (int64_t begin = 0; begin < q; begin += step) {
     const int64_t rows = std::min(step, q - begin);
-    out.narrow(1, begin, rows).copy_(transform_rows(context, x_bqh.narrow(1, begin, rows).contiguous()));
+    const at::Tensor part = x_bqh.narrow(1, begin, rows).contiguous();
+    out.narrow(1, begin, rows).copy_(transform_rows(context, part, part));
   }
   return out;
 }
 
-at::Tensor DraftBlock::transform_rows(UnitContext& context, const at::Tensor& x_bqh) const {
+at::Tensor DraftBlock::transform_rows(UnitContext& context, const at::Tensor& x_bqh, const at::Tensor& again_bqh) const {
   const auto mlp = [&](const at::Tensor& in) {
     const std::vector<at::Tensor> gate_up = context.linears({"mlp.gate_proj", "mlp.up_proj"}, in);
     return context.linear("mlp.down_proj", context.ops().swiglu(gate_up[0], gate_up[1]));
@@ -126,7 +127,7 @@ at::Tensor DraftBlock::transform_rows(UnitContext& context, const at::Tensor& x_
   if (shape_.conv_taps == 0) {
     return mlp(x_bqh);
   }
-  const Convolution convolution(context, shape_, "mlp_conv", x_bqh);
+  const Convolution convolution(context, shape_, "mlp_conv", again_bqh);
   return convolution.apply(mlp(convolution.apply(x_bqh, 0)), 1);
 }
 

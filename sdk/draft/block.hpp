@@ -55,8 +55,8 @@ class DraftBlock final : public Unit {
 
  private:
   at::Tensor attend(UnitContext& context, const at::Tensor& x_bqh, const std::vector<at::Tensor>& inputs) const;
-  at::Tensor transform(UnitContext& context, const at::Tensor& x_bqh) const;
-  at::Tensor transform_rows(UnitContext& context, const at::Tensor& x_bqh) const;
+  at::Tensor transform(UnitContext& context, const at::Tensor& x_bqh, const at::Tensor& again_bqh) const;
+  at::Tensor transform_rows(UnitContext& context, const at::Tensor& x_bqh, const at::Tensor& again_bqh) const;
 
   BlockShape shape_;
 };

@@ -145,14 +145,15 @@ void check_convolution(const ConvolutionShape& shape) {
 }
 
 template <class T>
-void check_norm(int64_t r, int64_t h, bool has_residual, bool wants_weight) {
+void check_norm(int64_t r, int64_t h, bool has_residual, bool wants_weight, bool has_other) {
   CAPTURE(r);
   CAPTURE(h);
   CAPTURE(has_residual);
   CAPTURE(wants_weight);
-  Numbers<T> x(r * h), residual(r * h), weight(h), grad_y(r * h), grad_sum(r * h), sum(r * h), y(r * h), grad_x(r * h), grad_weight(h);
+  CAPTURE(has_other);
+  Numbers<T> x(r * h), residual(r * h), weight(h), grad_y(r * h), other_grad_y(r * h), grad_sum(r * h), sum(r * h), y(r * h), grad_x(r * h), grad_weight(h);
   Numbers<float> inverse(r), partial(rms_norm_partials(r) * h);
-  for (Numbers<T>* in : {&x, &residual, &weight, &grad_y, &grad_sum}) {
+  for (Numbers<T>* in : {&x, &residual, &weight, &grad_y, &other_grad_y, &grad_sum}) {
     in->draw();
   }
   float amax = 0;
@@ -162,9 +163,10 @@ void check_norm(int64_t r, int64_t h, bool has_residual, bool wants_weight) {
   amax = 0;
   Numbers<T>& in = has_residual ? sum : x;
   check_started(rms_norm_backward({.type = kType<T>, .r = r, .h = h, .x_rh = in.data(), .weight_h = weight.data(), .inverse_r = inverse.data(), .grad_y_rh = grad_y.data(),
-                                   .grad_sum_rh = has_residual ? grad_sum.data() : nullptr, .grad_x_rh = grad_x.data(), .grad_weight_h = wants_weight ? grad_weight.data() : nullptr,
+                                   .other_grad_y_rh = has_other ? other_grad_y.data() : nullptr, .grad_sum_rh = has_residual ? grad_sum.data() : nullptr, .grad_x_rh = grad_x.data(), .grad_weight_h = wants_weight ? grad_weight.data() : nullptr,
                                    .partial_ph = partial.data(), .amax = &amax}, nullptr));
   check_magnitude("gradient of x", grad_x, amax);
+  const auto gradient = [&](int64_t i) { return grad_y.at(i) + (has_other ? other_grad_y.at(i) : 0); };
   Doubles y_found(static_cast<size_t>(r * h)), x_found(y_found.size()), weight_found(static_cast<size_t>(h));
   for (int64_t i = 0; i < r; ++i) {
     double squares = 0, along = 0;
@@ -173,19 +175,91 @@ void check_norm(int64_t r, int64_t h, bool has_residual, bool wants_weight) {
     }
     const double scale = 1 / std::sqrt(squares / static_cast<double>(h) + 1e-6);
     for (int64_t c = 0; c < h; ++c) {
-      const double unit = in.at(i * h + c) * scale, g = grad_y.at(i * h + c);
+      const double unit = in.at(i * h + c) * scale, g = gradient(i * h + c);
       y_found[static_cast<size_t>(i * h + c)] = unit * weight.at(c);
       weight_found[static_cast<size_t>(c)] += g * unit;
       along += g * weight.at(c) * unit / static_cast<double>(h);
     }
     for (int64_t c = 0; c < h; ++c) {
       x_found[static_cast<size_t>(i * h + c)] =
-          (grad_y.at(i * h + c) * weight.at(c) - in.at(i * h + c) * scale * along) * scale + (has_residual ? grad_sum.at(i * h + c) : 0);
+          (gradient(i * h + c) * weight.at(c) - in.at(i * h + c) * scale * along) * scale + (has_residual ? grad_sum.at(i * h + c) : 0);
     }
   }
   check_near("y", y, y_found);
   check_near("gradient of x", grad_x, x_found);
   if (wants_weight) {
+    check_near("gradient of the weight", grad_weight, weight_found);
+  }
+}
+
+struct HeadShape {
+  int64_t rows, heads, e, f, angle_rows;
+};
+
+template <class T>
+void check_heads(const HeadShape& shape, bool has_weight) {
+  const auto [rows, heads, e, f, angle_rows] = shape;
+  CAPTURE(rows);
+  CAPTURE(e);
+  CAPTURE(has_weight);
+  const int64_t count = rows * heads * e;
+  Numbers<T> x(count), weight(e), y(count), grad_y(count), grad_x(count), grad_weight(e);
+  Numbers<float> cos(angle_rows * f), sin(angle_rows * f), inverse(rows * heads), partial(head_norm_partials(rows) * e);
+  for (Numbers<T>* in : {&x, &weight, &grad_y}) {
+    in->draw();
+  }
+  for (int64_t i = 0; i < cos.count(); ++i) {
+    const double angle = 0.37 * static_cast<double>(i);
+    cos.set(i, static_cast<float>(std::cos(angle)));
+    sin.set(i, static_cast<float>(std::sin(angle)));
+  }
+  float amax = 0;
+  HeadNormRope a{.type = kType<T>, .rows = rows, .heads = heads, .e = e, .f = f, .angle_rows = angle_rows, .eps = 1e-6, .x_rne = x.data(), .weight_e = has_weight ? weight.data() : nullptr,
+                 .cos_rf = cos.data(), .sin_rf = sin.data()};
+  a.inverse_rn = inverse.data();
+  a.y_rne = y.data();
+  check_started(head_norm_rope_forward(a, nullptr));
+  a.grad_y_rne = grad_y.data();
+  a.grad_x_rne = grad_x.data();
+  a.grad_weight_e = has_weight ? grad_weight.data() : nullptr;
+  a.partial_pe = partial.data();
+  a.amax = &amax;
+  check_started(head_norm_rope_backward(a, nullptr));
+  check_magnitude("gradient of x", grad_x, amax);
+  Doubles y_found(static_cast<size_t>(count)), x_found(y_found.size()), weight_found(static_cast<size_t>(e)), u(static_cast<size_t>(e)), g(u.size());
+  const auto of = [](Doubles& values, int64_t i) -> double& { return values[static_cast<size_t>(i)]; };
+  for (int64_t head = 0; head < rows * heads; ++head) {
+    const int64_t from = head * e, angles = head / heads % angle_rows * f;
+    double squares = 0, along = 0;
+    for (int64_t i = 0; i < e; ++i) {
+      squares += x.at(from + i) * x.at(from + i);
+    }
+    const double scale = has_weight ? 1 / std::sqrt(squares / static_cast<double>(e) + 1e-6) : 1;
+    for (int64_t i = 0; i < e; ++i) {
+      of(u, i) = x.at(from + i) * scale * (has_weight ? weight.at(i) : 1);
+      of(g, i) = grad_y.at(from + i);
+      of(y_found, from + i) = of(u, i);
+    }
+    for (int64_t i = 0; i < f; ++i) {
+      const double c = cos.at(angles + i), s = sin.at(angles + i), first = of(g, i), second = of(g, f + i);
+      of(y_found, from + i) = of(u, i) * c - of(u, f + i) * s;
+      of(y_found, from + f + i) = of(u, f + i) * c + of(u, i) * s;
+      of(g, i) = first * c + second * s;
+      of(g, f + i) = second * c - first * s;
+    }
+    for (int64_t i = 0; i < e && has_weight; ++i) {
+      const double unit = x.at(from + i) * scale;
+      of(weight_found, i) += of(g, i) * unit;
+      of(g, i) *= weight.at(i);
+      along += of(g, i) * unit / static_cast<double>(e);
+    }
+    for (int64_t i = 0; i < e; ++i) {
+      of(x_found, from + i) = has_weight ? (of(g, i) - x.at(from + i) * scale * along) * scale : of(g, i);
+    }
+  }
+  check_near("y", y, y_found);
+  check_near("gradient of x", grad_x, x_found);
+  if (has_weight) {
     check_near("gradient of the weight", grad_weight, weight_found);
   }
 }
@@ -310,11 +384,22 @@ TEST_CASE("on the CPU: row norms, rows that fit a block of threads and longer on
   for (const bool has_residual : {false, true}) {
     for (const bool wants_weight : {false, true}) {
       for (const auto& [r, h] : {std::pair<int64_t, int64_t>{5, 8}, {3, 7}, {2, 4096}, {3, 2056}, {2, 12296}}) {
-        check_norm<Bf16>(r, h, has_residual, wants_weight);
-        check_norm<float>(r, h, has_residual, wants_weight);
+        for (const bool has_other : {false, true}) {
+          check_norm<Bf16>(r, h, has_residual, wants_weight, has_other);
+          check_norm<float>(r, h, has_residual, wants_weight, has_other);
+        }
       }
-      check_norm<Bf16>(1100, 64, has_residual, wants_weight);  // more rows than blocks
+      check_norm<Bf16>(1100, 64, has_residual, wants_weight, has_residual);  // more rows than blocks
     }
+  }
+}
+
+TEST_CASE("on the CPU: norm and rotation of heads, all of a head in pairs, by vectors, and otherwise") {
+  for (const bool has_weight : {true, false}) {
+    for (const HeadShape& shape : {HeadShape{3, 5, 128, 64, 3}, {4, 2, 64, 32, 2}, {5, 3, 96, 32, 5}, {2, 1, 32, 16, 2}, {400, 8, 128, 64, 200}}) {
+      check_heads<Bf16>(shape, has_weight);
+    }
+    check_heads<float>({3, 5, 128, 64, 3}, has_weight);
   }
 }
 

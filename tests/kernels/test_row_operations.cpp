@@ -52,6 +52,22 @@ TEST_CASE("kernels: residual_rms_norm returns the sum and its norm, either outpu
   CHECK(gradient_error([&](const auto& in) { return weighted(run(in)[1]); }, {x, residual, weight}) < 1e-8);
 }
 
+TEST_CASE("kernels: residual_rms_norm without a residual passes x on, and its norm has two readers") {
+  at::manual_seed(5);
+  const at::Tensor x = random({2, 3, 5}), weight = random({5});
+  const auto alone = cpu_ops().residual_rms_norm(x, at::Tensor(), weight, 1e-6);
+  CHECK(distance(alone[0], x) == 0);
+  CHECK(distance(alone[1], cpu_ops().rms_norm(x, weight, 1e-6)) == 0);
+  CHECK(distance(alone[2], alone[1]) == 0);
+  const auto run = [](const auto& in) { return cpu_ops().residual_rms_norm(in[0], at::Tensor(), in[1], 1e-2); };
+  CHECK(gradient_error([&](const auto& in) { return weighted(run(in)[0]) + 2 * weighted(run(in)[1]) + 3 * weighted(run(in)[2] * run(in)[2]); }, {x, weight}) < 1e-8);
+  CHECK(gradient_error([&](const auto& in) {
+          const auto made = run(in);
+          return weighted(made[0]) + 2 * weighted(made[1]) + 3 * weighted(made[2] * made[2]);
+        }, {x, weight}) < 1e-8);
+  CHECK(gradient_error([&](const auto& in) { return weighted(run(in)[2]); }, {x, weight}) < 1e-8);
+}
+
 TEST_CASE("kernels: head_norm_rope normalises each head, turns pairs (i, i + f) and leaves the rest of a head alone") {
   at::manual_seed(4);
   const at::Tensor x = random({2, 3, 2, 7}), weight = random({7});

@@ -10,7 +10,7 @@ constexpr int kMostTaps = static_cast<int>(kConvolutionTaps);
 constexpr int kAtOnce = 4;  // rows whose loads are in flight together
 
 template <class T, int N, int kTaps>
-__global__ void __launch_bounds__(kThreads) forward_kernel(GroupedConvolution a) {
+__global__ void __launch_bounds__(kThreads, kTaps <= 2 ? 9 : 4) forward_kernel(GroupedConvolution a) {
   const int64_t c = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * N;
   if (c - threadIdx.x % 32 * N >= a.h) {
     return;  // a warp as a whole: its lanes meet at the end

@@ -245,12 +245,165 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
   }
 }
 
+// The same where a head is two sides of pairs and nothing else: kLanes lanes take a head, eight pairs each, by accesses of 16 bytes, and a warp takes 32 / kLanes heads. Groups of
+// lanes walk over all heads of all rows; the next head is on its way while one is turned.
+template <class T, int kLanes, bool kBackward>
+__global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) pairs_kernel(HeadNormRope a) {
+  constexpr int f = 8 * kLanes, e = 2 * f, kGroups = kThreads / kLanes;
+  using Numbers = Vector<T, 8>;
+  struct Sides {
+    Numbers first, second;
+  };
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  const auto read = [&](const void* from, int64_t place) {
+    const T* const at = static_cast<const T*>(from) + place * e + lane * 8;
+    return Sides{*reinterpret_cast<const Numbers*>(at), *reinterpret_cast<const Numbers*>(at + f)};
+  };
+  const bool norms = a.weight_e != nullptr, reads_x = norms || !kBackward;
+  const auto weight = norms ? read(a.weight_e, 0) : Sides{};
+  const int64_t count = a.rows * a.heads, step = static_cast<int64_t>(gridDim.x) * kGroups, start = static_cast<int64_t>(blockIdx.x) * kGroups + group;
+  Sides next_x{}, next_g{};
+  float next_inverse = 0, total[2][8] = {};
+  const auto fetch = [&](int64_t place) {
+    if (place < count) {
+      if (reads_x) {
+        next_x = read(a.x_rne, place);
+      }
+      if (kBackward) {
+        next_g = read(a.grad_y_rne, place);
+        next_inverse = norms ? a.inverse_rn[place] : 0.0f;
+      }
+    }
+  };
+  fetch(start);
+  uint32_t most = 0;
+  for (int64_t place = start, begin = start - group; begin < count; place += step, begin += step) {  // lanes of a warp stay together for their sums
+    const bool inside = place < count;
+    const Sides x = next_x, g = next_g;
+    const float known_inverse = next_inverse;
+    fetch(place + step);
+    float cos[8], sin[8], first[8], second[8];
+    {
+      const int64_t from = (inside ? place / a.heads % a.angle_rows : 0) * f + lane * 8;
+      float part[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        load(part, a.cos_rf + from + half * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          cos[half * 4 + i] = part[i];
+        }
+        load(part, a.sin_rf + from + half * 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sin[half * 4 + i] = part[i];
+        }
+      }
+    }
+    if constexpr (!kBackward) {
+      float inverse = 1;
+      if (norms) {
+        float squares = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const float u = to_float(x.first.at[i]), v = to_float(x.second.at[i]);
+          squares += u * u + v * v;
+        }
+        inverse = rsqrtf(warp_sum<kLanes>(squares) / static_cast<float>(e) + static_cast<float>(a.eps));
+        if (inside && lane == 0) {
+          a.inverse_rn[place] = inverse;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float u = to_float(x.first.at[i]) * (norms ? inverse * to_float(weight.first.at[i]) : 1.0f);
+        const float v = to_float(x.second.at[i]) * (norms ? inverse * to_float(weight.second.at[i]) : 1.0f);
+        first[i] = u * cos[i] - v * sin[i];
+        second[i] = v * cos[i] + u * sin[i];
+      }
+    } else {
+      float along = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float u = to_float(g.first.at[i]), v = to_float(g.second.at[i]);
+        first[i] = u * cos[i] + v * sin[i];
+        second[i] = v * cos[i] - u * sin[i];
+        if (norms) {
+          const float unit = to_float(x.first.at[i]) * known_inverse, other = to_float(x.second.at[i]) * known_inverse;
+          total[0][i] += inside ? first[i] * unit : 0.0f;
+          total[1][i] += inside ? second[i] * other : 0.0f;
+          first[i] *= to_float(weight.first.at[i]);
+          second[i] *= to_float(weight.second.at[i]);
+          along += first[i] * unit + second[i] * other;
+        }
+      }
+      if (norms) {
+        along = warp_sum<kLanes>(along) / static_cast<float>(e);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          first[i] = (first[i] - to_float(x.first.at[i]) * known_inverse * along) * known_inverse;
+          second[i] = (second[i] - to_float(x.second.at[i]) * known_inverse * along) * known_inverse;
+        }
+      }
+    }
+    if (inside) {
+      T* const to = static_cast<T*>(kBackward ? a.grad_x_rne : a.y_rne) + place * e + lane * 8;
+      store(to, first);
+      store(to + f, second);
+      if (kBackward && a.amax != nullptr) {
+        note(most, first);
+        note(most, second);
+      }
+    }
+  }
+  if constexpr (kBackward) {
+    warp_amax_of<T>(most, a.amax);
+    if (a.grad_weight_e == nullptr) {
+      return;
+    }
+    __shared__ float sums[kGroups][e + 1];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      sums[group][lane * 8 + i] = total[0][i];
+      sums[group][f + lane * 8 + i] = total[1][i];
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < e; i += kThreads) {
+      float sum = 0;
+      for (int other = 0; other < kGroups; ++other) {
+        sum += sums[other][i];
+      }
+      a.partial_pe[static_cast<int64_t>(blockIdx.x) * e + i] = sum;
+    }
+  }
+}
+
+// float32 has pieces of 32 bytes there; it goes the general way.
+template <class T>
+auto pairs_kernel_for(const HeadNormRope& a, bool backward) -> void (*)(HeadNormRope) {
+  if constexpr (sizeof(T) == 2) {
+    const bool aligned = backward ? are_aligned(a.x_rne, a.weight_e, a.cos_rf, a.sin_rf, a.grad_y_rne, a.grad_x_rne)
+                                  : are_aligned(a.x_rne, a.weight_e, a.cos_rf, a.sin_rf, a.y_rne);
+    if (aligned && a.e == 2 * a.f && (a.f == 64 || a.f == 32)) {
+      if (a.f == 64) {
+        return backward ? pairs_kernel<T, 8, true> : pairs_kernel<T, 8, false>;
+      }
+      return backward ? pairs_kernel<T, 4, true> : pairs_kernel<T, 4, false>;
+    }
+  }
+  return nullptr;
+}
+
+constexpr int64_t kForwardBlocks = 396;
+
 bool is_small(const HeadNormRope& a) { return a.f <= 64 && a.e == 2 * a.f; }
 
 template <class T>
 Error forward(const HeadNormRope& a, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(a.rows);
-  if (is_small(a)) {
+  if (const auto kernel = pairs_kernel_for<T>(a, false)) {
+    kernel<<<grid < kForwardBlocks ? grid : static_cast<unsigned>(kForwardBlocks), kThreads, 0, stream>>>(a);
+  } else if (is_small(a)) {
     forward_kernel<T, 1, 0><<<grid, kThreads, 0, stream>>>(a);
   } else {
     forward_kernel<T, 2, 4><<<grid, kThreads, 0, stream>>>(a);
@@ -261,7 +414,9 @@ Error forward(const HeadNormRope& a, cudaStream_t stream) {
 template <class T>
 Error backward(const HeadNormRope& a, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(head_norm_partials(a.rows));
-  if (is_small(a)) {
+  if (const auto kernel = pairs_kernel_for<T>(a, true)) {
+    kernel<<<grid, kThreads, 0, stream>>>(a);
+  } else if (is_small(a)) {
     backward_kernel<T, 1, 0><<<grid, kThreads, 0, stream>>>(a);
   } else {
     backward_kernel<T, 2, 4><<<grid, kThreads, 0, stream>>>(a);

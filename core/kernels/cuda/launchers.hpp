@@ -39,6 +39,7 @@ struct RmsNormBackward {
   const void* weight_h;
   const float* inverse_r;
   const void* grad_y_rh;
+  const void* other_grad_y_rh;  // null, or another part of y's gradient: added to the first
   const void* grad_sum_rh;   // null, or added to the result
   void* grad_x_rh;
   void* grad_weight_h;       // null: not wanted

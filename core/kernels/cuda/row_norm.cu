@@ -6,6 +6,7 @@ namespace sf::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int64_t kForwardBlocks = 396;  // three for each multiprocessor of the cards this is tuned for
 
 template <class T, int N>
 __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
@@ -57,6 +58,57 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
   block_amax_of<T>(most, before, a.amax);
 }
 
+// The same where a row fits the block: a block takes many rows, the weight stays in registers, and the next row is on its way while this one is summed.
+template <class T, int N, bool kResidual>
+__global__ void __launch_bounds__(kThreads, 2) one_round_forward_kernel(RmsNormForward a) {
+  using Numbers = Vector<T, N>;
+  __shared__ float scratch[32];
+  const int64_t c = static_cast<int64_t>(threadIdx.x) * N;
+  const bool inside = c < a.h;
+  Numbers weight{}, next_x{}, next_residual{};
+  if (inside) {
+    weight = *reinterpret_cast<const Numbers*>(static_cast<const T*>(a.weight_h) + c);
+  }
+  const auto fetch = [&](int64_t row) {
+    if (row < a.r && inside) {
+      next_x = *reinterpret_cast<const Numbers*>(static_cast<const T*>(a.x_rh) + row * a.h + c);
+      if (kResidual) {
+        next_residual = *reinterpret_cast<const Numbers*>(static_cast<const T*>(a.residual_rh) + row * a.h + c);
+      }
+    }
+  };
+  fetch(blockIdx.x);
+  uint32_t most = 0;
+  for (int64_t row = blockIdx.x; row < a.r; row += gridDim.x) {
+    float v[N], squares = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      v[i] = to_float(next_x.at[i]);
+      if (kResidual) {
+        v[i] = to_float(from_float<T>(v[i] + to_float(next_residual.at[i])));
+      }
+      squares += v[i] * v[i];
+    }
+    fetch(row + gridDim.x);
+    if (kResidual && inside) {
+      store(static_cast<T*>(a.sum_rh) + row * a.h + c, v);
+    }
+    const float inverse = rsqrtf(block_sum(squares, scratch) / static_cast<float>(a.h) + static_cast<float>(a.eps));
+    if (threadIdx.x == 0) {
+      a.inverse_r[row] = inverse;
+    }
+    if (inside) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        v[i] = v[i] * inverse * to_float(weight.at[i]);
+      }
+      store(static_cast<T*>(a.y_rh) + row * a.h + c, v);
+      note(most, v);
+    }
+  }
+  block_amax_of<T>(most, 0, a.amax);
+}
+
 // gradient of w * x * inverse: with u = x * inverse, (g w - u mean(g w u)) * inverse.
 template <class T, int N, bool kWeight>
 __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
@@ -80,6 +132,13 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
       load(vx, x + c);
       load(vg, g + c);
       load(vw, weight + c);
+      if (a.other_grad_y_rh != nullptr) {
+        load(vs, static_cast<const T*>(a.other_grad_y_rh) + row * a.h + c);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          vg[i] += vs[i];
+        }
+      }
     };
     const auto column = [&](int k) { return (static_cast<int64_t>(k) * blockDim.x + threadIdx.x) * N; };
     for (int k = 0; k < rounds; ++k) {
@@ -131,7 +190,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(RmsNormBackward a) {
 }
 
 // The same where a row fits the block: a thread keeps its columns' weights and sums in registers, and the next row is on its way while this one is summed.
-template <class T, int N, bool kWeight>
+template <class T, int N, bool kWeight, bool kOther>
 __global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNormBackward a) {
   __shared__ float scratch[32];
   const int64_t c = static_cast<int64_t>(threadIdx.x) * N;
@@ -141,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNorm
   if (inside) {
     weight = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.weight_h) + c);
   }
-  Vector<T, N> next_x{}, next_g{}, next_s{};
+  Vector<T, N> next_x{}, next_g{}, next_o{};
   float next_inverse = 0;
   const auto fetch = [&](int64_t row) {
     if (row < a.r) {
@@ -150,8 +209,8 @@ __global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNorm
         const int64_t from = row * a.h + c;
         next_x = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.x_rh) + from);
         next_g = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.grad_y_rh) + from);
-        if (adds) {
-          next_s = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.grad_sum_rh) + from);
+        if (kOther) {
+          next_o = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.other_grad_y_rh) + from);
         }
       }
     }
@@ -160,12 +219,15 @@ __global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNorm
   uint32_t most = 0;
   for (int64_t row = blockIdx.x; row < a.r; row += gridDim.x) {
     const float inverse = next_inverse;
-    const Vector<T, N> added = next_s;
+    Vector<T, N> added{};
+    if (adds && inside) {
+      added = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
+    }
     float unit[N], gradient[N], along = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       unit[i] = to_float(next_x.at[i]) * inverse;
-      gradient[i] = to_float(next_g.at[i]);
+      gradient[i] = kOther ? to_float(next_g.at[i]) + to_float(next_o.at[i]) : to_float(next_g.at[i]);
     }
     fetch(row + gridDim.x);
 #pragma unroll
@@ -181,9 +243,7 @@ __global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNorm
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         gradient[i] = (gradient[i] - unit[i] * along) * inverse;
-        if (adds) {
-          gradient[i] += to_float(added.at[i]);
-        }
+        gradient[i] += to_float(added.at[i]);  // zeros where nothing is added
       }
       store(static_cast<T*>(a.grad_x_rh) + row * a.h + c, gradient);
       note(most, gradient);
@@ -228,7 +288,13 @@ int threads_for(int64_t h, int n) {
 
 template <class T, int N>
 Error forward(const RmsNormForward& a, cudaStream_t stream) {
-  forward_kernel<T, N><<<static_cast<unsigned>(a.r), threads_for(a.h, N), 0, stream>>>(a);
+  const int threads = threads_for(a.h, N);
+  if (a.h <= static_cast<int64_t>(threads) * N) {
+    const auto grid = static_cast<unsigned>(a.r < kForwardBlocks ? a.r : kForwardBlocks);
+    (a.residual_rh != nullptr ? one_round_forward_kernel<T, N, true> : one_round_forward_kernel<T, N, false>)<<<grid, threads, 0, stream>>>(a);
+  } else {
+    forward_kernel<T, N><<<static_cast<unsigned>(a.r), threads, 0, stream>>>(a);
+  }
   return last_error();
 }
 
@@ -238,7 +304,9 @@ Error backward(const RmsNormBackward& a, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(rms_norm_partials(a.r));
   const bool wants_weight = a.grad_weight_h != nullptr;
   if (a.h <= static_cast<int64_t>(threads) * N) {
-    (wants_weight ? one_round_backward_kernel<T, N, true> : one_round_backward_kernel<T, N, false>)<<<grid, threads, 0, stream>>>(a);
+    const auto kernel = a.other_grad_y_rh != nullptr ? (wants_weight ? one_round_backward_kernel<T, N, true, true> : one_round_backward_kernel<T, N, false, true>)
+                                                     : (wants_weight ? one_round_backward_kernel<T, N, true, false> : one_round_backward_kernel<T, N, false, false>);
+    kernel<<<grid, threads, 0, stream>>>(a);
   } else if (!wants_weight) {
     backward_kernel<T, N, false><<<static_cast<unsigned>(a.r), threads, 0, stream>>>(a);
   } else {
@@ -281,7 +349,7 @@ Error rms_norm_forward(const RmsNormForward& a, void* stream) {
 
 Error rms_norm_backward(const RmsNormBackward& a, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  const bool aligned = are_aligned(a.x_rh, a.weight_h, a.grad_y_rh, a.grad_sum_rh, a.grad_x_rh);
+  const bool aligned = are_aligned(a.x_rh, a.weight_h, a.grad_y_rh, a.other_grad_y_rh, a.grad_sum_rh, a.grad_x_rh);
   if (a.type == Type::bfloat16) {
     return aligned && a.h % 8 == 0 ? backward<bf16, 8>(a, on) : backward<bf16, 1>(a, on);
   }
