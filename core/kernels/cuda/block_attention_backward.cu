@@ -13,25 +13,39 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kSplits = static_cast<int>(attention_splits());
 
+constexpr int kAlongAtOnce = 4;  // pieces of a lane in flight together
+
+// E / 8 lanes take a head of a row.
+template <int E>
 __global__ void __launch_bounds__(256) along_kernel(BlockAttention a) {
-  const int lane = threadIdx.x % 32;
+  constexpr int kLanes = E / 8, kHeads = 256 / kLanes;
   const unsigned n = static_cast<unsigned>(a.n), g = static_cast<unsigned>(a.n / a.m), q = static_cast<unsigned>(a.q);
-  const unsigned place = blockIdx.x * 8 + threadIdx.x / 32;  // of [q, n]
-  if (place >= q * n) {
-    return;
+  const unsigned first = blockIdx.x * (kHeads * kAlongAtOnce) + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;  // of [q, n]
+  Vector<bf16, 8> out[kAlongAtOnce], grad[kAlongAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAlongAtOnce; ++i) {
+    const unsigned place = first + i * kHeads;
+    if (place < q * n) {
+      const int64_t from = (static_cast<int64_t>(blockIdx.y) * q * n + place) * E + lane * 8;
+      out[i] = *reinterpret_cast<const Vector<bf16, 8>*>(static_cast<const bf16*>(a.out_bqne) + from);
+      grad[i] = *reinterpret_cast<const Vector<bf16, 8>*>(static_cast<const bf16*>(a.grad_out_bqne) + from);
+    } else {
+      out[i] = grad[i] = Vector<bf16, 8>{};
+    }
   }
-  const int64_t from = (static_cast<int64_t>(blockIdx.y) * q * n + place) * a.e;
-  float sum = 0;
-  for (int c = lane * 4; c < a.e; c += 128) {
-    float out[4], grad[4];
-    load(out, static_cast<const bf16*>(a.out_bqne) + from + c);
-    load(grad, static_cast<const bf16*>(a.grad_out_bqne) + from + c);
-    sum += out[0] * grad[0] + out[1] * grad[1] + out[2] * grad[2] + out[3] * grad[3];
-  }
-  sum = warp_sum(sum);
-  if (lane == 0) {
-    const unsigned head = place % n, row = place / n;
-    a.along_bmr[((static_cast<int64_t>(blockIdx.y) * a.m + head / g) * q + row) * g + head % g] = sum;
+#pragma unroll
+  for (int i = 0; i < kAlongAtOnce; ++i) {
+    float sum = 0;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+      sum += to_float(out[i].at[c]) * to_float(grad[i].at[c]);
+    }
+    sum = warp_sum<kLanes>(sum);
+    const unsigned place = first + i * kHeads;
+    if (lane == 0 && place < q * n) {
+      const unsigned head = place % n, row = place / n;
+      a.along_bmr[((static_cast<int64_t>(blockIdx.y) * a.m + head / g) * q + row) * g + head % g] = sum;
+    }
   }
 }
 
@@ -98,6 +112,9 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
 
   const float scale = a.scale * kLog2E;
   float result[E / 8][4] = {};
+#if SF_WGMMA
+  uint32_t query[E / 16][4], grad[E / 16][4];  // left operands of all tiles: from registers, as shared memory has no bandwidth left
+#endif
   for (int i = 0; i < tiles.count(); ++i) {
     const int stage = i & 1, key0 = tiles.begin(i);
     const bool own = tiles.is_own(i);
@@ -113,17 +130,26 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
     const uint32_t key_tile = shared_address(shared.key[stage]), value_tile = shared_address(shared.value[stage]);
     float score[kKeys / 8][4], slope[kKeys / 8][4];
 #if SF_WGMMA
+    if (i == 0) {
+#pragma unroll
+      for (int k = 0; k < E / 16; ++k) {
+        Tile<E, kFlat>::load_a(query[k], query_tile, row0, k * 16, lane);
+        Tile<E, kFlat>::load_a(grad[k], grad_tile, row0, k * 16, lane);
+      }
+      settle(query);
+      settle(grad);
+    }
     settle(score);
     settle(slope);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < E; k += 16) {
-      multiply_shared(score, Tile<E, kFlat>::by_columns(query_tile, 0, k), Tile<E, kKeys>::by_columns(key_tile, 0, k), k > 0);
+    for (int k = 0; k < E / 16; ++k) {
+      multiply_registers_by_columns(score, query[k], Tile<E, kKeys>::by_columns(key_tile, 0, k * 16), k > 0);
     }
     products_commit();
 #pragma unroll
-    for (int k = 0; k < E; k += 16) {
-      multiply_shared(slope, Tile<E, kFlat>::by_columns(grad_tile, 0, k), Tile<E, kKeys>::by_columns(value_tile, 0, k), k > 0);
+    for (int k = 0; k < E / 16; ++k) {
+      multiply_registers_by_columns(slope, grad[k], Tile<E, kKeys>::by_columns(value_tile, 0, k * 16), k > 0);
     }
     products_commit();
     products_wait<1>();  // exponentials are formed while the second product runs
@@ -506,7 +532,8 @@ template <int E>
 Error run(const BlockAttention& a, cudaStream_t stream) {
   const int64_t g = a.n / a.m, q = a.q, tiles = (q * g + kFlat - 1) / kFlat;
   const auto heads = static_cast<unsigned>(a.b * a.m);
-  along_kernel<<<dim3(static_cast<unsigned>((q * a.n + 7) / 8), static_cast<unsigned>(a.b)), 256, 0, stream>>>(a);
+  constexpr int64_t kAlongHeads = 256 / (E / 8) * kAlongAtOnce;
+  along_kernel<E><<<dim3(static_cast<unsigned>((q * a.n + kAlongHeads - 1) / kAlongHeads), static_cast<unsigned>(a.b)), 256, 0, stream>>>(a);
   tiles_kernel<<<static_cast<unsigned>((a.b * tiles + 127) / 128), 128, 0, stream>>>(a, tiles);
   if (Error error = last_error()) {
     return error;

@@ -14,6 +14,16 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 using Key = unsigned long long;
 
+// What would be denormal is 0.
+__device__ inline float exp2_fast(float x) {
+#ifdef __CUDA_ARCH__
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+  return x;
+#else
+  return exp2f(x);
+#endif
+}
+
 __device__ inline Key make_key(float value, int64_t column) {
   unsigned bits = __float_as_uint(value);
   bits ^= bits & 0x80000000u ? 0xffffffffu : 0x80000000u;
@@ -35,12 +45,17 @@ __device__ inline float transform_slope(float u, float multiplier, float softcap
   return softcap > 0 ? multiplier * (1.0f - (u / softcap) * (u / softcap)) : multiplier;
 }
 
-__device__ inline Key block_max(Key key, Key* scratch) {
+__device__ inline Key warp_max(Key key) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     const Key other = __shfl_xor_sync(0xffffffffu, key, step);
     key = other > key ? other : key;
   }
+  return key;
+}
+
+__device__ inline Key block_max(Key key, Key* scratch) {
+  key = warp_max(key);
   __syncthreads();
   if (threadIdx.x % 32 == 0) {
     scratch[threadIdx.x / 32] = key;
@@ -57,7 +72,7 @@ struct Shared {
   Key keys[kThreads], found[kFound], scratch[kThreads / 32];
   float sums[32];
   int owners[kMostCandidates];
-  int owners_count, found_count;
+  int owners_count, found_count, contenders;
   Key threshold;
 };
 
@@ -83,22 +98,46 @@ __device__ void find_top(Shared& shared, const HeadRowsForward& a, const T* row,
   const int k = static_cast<int>(a.k);
   float* values = a.top_values_rk + static_cast<int64_t>(blockIdx.x) * k;
   int64_t* ids = a.top_ids_rk + static_cast<int64_t>(blockIdx.x) * k;
-  shared.keys[threadIdx.x] = own;
   if (threadIdx.x == 0) {
     shared.owners_count = 0;
     shared.found_count = 0;
+    shared.contenders = 0;
     shared.threshold = 1;
   }
-  __syncthreads();
-  int rank = 0;
-  for (int i = 0; i < kThreads; ++i) {
-    rank += shared.keys[i] > own;
+  // At least k threads reach the least of what is the warps' n-th largest, n warps of them making k; few others do, and only those are ranked.
+  constexpr int kWarps = kThreads / 32;
+  Key nth = own;
+  for (int taken = kWarps; taken < k; taken += kWarps) {
+    const Key largest = warp_max(nth);
+    nth = nth == largest ? 0 : nth;  // keys are distinct, or 0
   }
-  if (own != 0 && rank < k) {
-    shared.owners[rank] = threadIdx.x;  // ranks are distinct and without a gap
-    atomicAdd(&shared.owners_count, 1);
-    if (rank == k - 1) {
-      shared.threshold = own;
+  nth = warp_max(nth);
+  if (threadIdx.x % 32 == 0) {
+    shared.scratch[threadIdx.x / 32] = nth;
+  }
+  __syncthreads();
+  Key least = ~0ull;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) {
+    least = shared.scratch[i] < least ? shared.scratch[i] : least;
+  }
+  const bool contends = own != 0 && own >= least;
+  if (contends) {
+    shared.keys[atomicAdd(&shared.contenders, 1)] = own;
+  }
+  __syncthreads();
+  if (contends) {
+    const int contenders = shared.contenders;
+    int rank = 0;
+    for (int i = 0; i < contenders; ++i) {
+      rank += shared.keys[i] > own;
+    }
+    if (rank < k) {
+      shared.owners[rank] = threadIdx.x;  // ranks are distinct and without a gap
+      atomicAdd(&shared.owners_count, 1);
+      if (rank == k - 1) {
+        shared.threshold = own;
+      }
     }
   }
   __syncthreads();
@@ -179,12 +218,12 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
           }
         }
         if (most != before) {
-          sum *= exp2f((before - most) * kLog2E);  // 0 the first time
+          sum *= exp2_fast((before - most) * kLog2E);  // 0 the first time
         }
         const float base = most == -INFINITY ? 0.0f : most;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          sum += exp2f((x[i][n] - base) * kLog2E);
+          sum += exp2_fast((x[i][n] - base) * kLog2E);
         }
       }
     }
@@ -192,7 +231,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
   const Key own = most == -INFINITY ? 0 : make_key(most, most_column);
   const Key largest = block_max(own, shared.scratch);
   const float top = largest == 0 ? 0.0f : key_value(largest);
-  const float total = block_sum(own == 0 ? sum : sum * exp2f((most - top) * kLog2E), shared.sums);
+  const float total = block_sum(own == 0 ? sum : sum * exp2_fast((most - top) * kLog2E), shared.sums);
   const float log_sum_exp = top + logf(total);
   if (threadIdx.x == 0) {
     const float nll = log_sum_exp - transform(to_float(row[a.labels_r[blockIdx.x]]), a.multiplier, a.softcap);
@@ -211,7 +250,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
 
 // sign(p - q) with q of the teacher's logit z.
 __device__ inline float sign_of_difference(float p, float z, float teacher_log_sum_exp) {
-  const float q = exp2f((z - teacher_log_sum_exp) * kLog2E);
+  const float q = exp2_fast((z - teacher_log_sum_exp) * kLog2E);
   return p > q ? 1.0f : (p < q ? -1.0f : 0.0f);
 }
 
@@ -239,8 +278,8 @@ __global__ void __launch_bounds__(kThreads) distance_kernel(HeadDistance a) {
       if (begin + static_cast<int64_t>(i) * kThreads * N < a.v) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float p = exp2f((transform(x[i][n], a.multiplier, a.softcap) - log_sum_exp) * kLog2E);
-          const float q = exp2f((z[i][n] - teacher_log_sum_exp) * kLog2E);
+          const float p = exp2_fast((transform(x[i][n], a.multiplier, a.softcap) - log_sum_exp) * kLog2E);
+          const float q = exp2_fast((z[i][n] - teacher_log_sum_exp) * kLog2E);
           distance += fabsf(p - q);
           tilt += p > q ? p : (p < q ? -p : 0.0f);
         }
@@ -289,7 +328,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
     }
     if (special >= 0) {
       const float u = transform(to_float(row[special]), a.multiplier, a.softcap);
-      const float p = exp2f((u - log_sum_exp) * kLog2E);
+      const float p = exp2_fast((u - log_sum_exp) * kLog2E);
       const float sign = kTeacher ? sign_of_difference(p, to_float(teacher[special]), teacher_log_sum_exp) : 0.0f;
       special_gradient = (p * (level + grad_distance * sign) + add) * transform_slope(u, a.multiplier, a.softcap);
     }
@@ -314,7 +353,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
       if (c < a.v) {
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          const float u = transform(x[i][n], a.multiplier, a.softcap), p = exp2f((u - log_sum_exp) * kLog2E);
+          const float u = transform(x[i][n], a.multiplier, a.softcap), p = exp2_fast((u - log_sum_exp) * kLog2E);
           const float sign = kTeacher ? sign_of_difference(p, z[i][n], teacher_log_sum_exp) : 0.0f;
           x[i][n] = p * (level + grad_distance * sign) * transform_slope(u, a.multiplier, a.softcap);
         }
