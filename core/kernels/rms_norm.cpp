@@ -101,6 +101,7 @@ struct ResidualRmsNorm : torch::autograd::Function<ResidualRmsNorm> {
   static variable_list forward(AutogradContext* context, const at::Tensor& x, const std::optional<at::Tensor>& residual, const at::Tensor& weight_h, double eps) {
     context->set_materialize_grads(false);
     const at::Tensor added = residual.value_or(at::Tensor());
+    context->saved_data["has_residual"] = added.defined();
     if (has_kernels({x, added}) && runs_on_kernels(x, weight_h)) {
       const at::Tensor weight = whole(weight_h), x_rh = whole(x);
       const NormedRows rows = norm_rows(x_rh, whole(added), weight, eps);
@@ -119,7 +120,8 @@ struct ResidualRmsNorm : torch::autograd::Function<ResidualRmsNorm> {
   static variable_list backward(AutogradContext* context, variable_list gradients) {
     const auto saved = context->get_saved_variables();
     const at::ScalarType type = saved[0].scalar_type();
-    const bool wants_weight = context->needs_input_grad(2);
+    const bool has_residual = context->saved_data["has_residual"].toBool();
+    const bool wants_weight = context->needs_input_grad(has_residual ? 2 : 1);  // counted among the tensors that are there
     at::Tensor grad_y = gradients[1].defined() ? gradients[1] : gradients[2];
     const at::Tensor other = gradients[1].defined() ? gradients[2] : at::Tensor();
     at::Tensor grad_sum, grad_weight;
@@ -133,7 +135,7 @@ struct ResidualRmsNorm : torch::autograd::Function<ResidualRmsNorm> {
       grad_sum = gradients[0].defined() ? at::add(found.x, gradients[0]).to(type) : found.x.to(type);
       grad_weight = found.weight_h.defined() ? found.weight_h.to(saved[1].scalar_type()) : at::Tensor();
     }
-    return {grad_sum, context->needs_input_grad(1) ? grad_sum : at::Tensor(), grad_weight, at::Tensor()};
+    return {grad_sum, has_residual ? grad_sum : at::Tensor(), grad_weight, at::Tensor()};
   }
 };
 

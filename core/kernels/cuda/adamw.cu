@@ -24,15 +24,18 @@ __device__ inline bool is_update(const Adamw& a) {
 
 __global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ Launch launch) {
   const Adamw& a = launch.options;
-  if (!is_update(a)) {
-    return;
-  }
   int which = 0;
   while (which + 1 < launch.tensors_count && static_cast<int64_t>(blockIdx.x) >= launch.blocks_before[which + 1]) {
     ++which;
   }
   const AdamwTensor& tensor = launch.tensors[which];
   const int64_t begin = (static_cast<int64_t>(blockIdx.x) - launch.blocks_before[which]) * kElements;
+  if (!is_update(a)) {  // weights may have lent their memory within the window
+    for (int64_t i = begin + threadIdx.x; tensor.weight != nullptr && i < begin + kElements && i < tensor.count; i += kThreads) {
+      static_cast<bf16*>(tensor.weight)[i] = __float2bfloat16_rn(tensor.master[i]);
+    }
+    return;
+  }
   const float steps = *tensor.steps + 1.0f;  // counted by count_kernel afterwards
   const float bound = static_cast<float>(a.max_norm) / (*a.norm + 1e-6f);
   const float clip = bound < 1.0f ? bound : 1.0f;

@@ -188,7 +188,7 @@ __device__ void find_top(Shared& shared, const HeadRowsForward& a, const T* row,
   }
 }
 
-template <class T, int N>
+template <class T, int N, bool kPlain>
 __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
   __shared__ Shared shared;
   const T* row = static_cast<const T*>(a.logits_rv) + static_cast<int64_t>(blockIdx.x) * a.v;
@@ -208,17 +208,21 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
       if (c < a.v) {
-        const float before = most;
+        float largest = most;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          x[i][n] = transform(x[i][n], a.multiplier, a.softcap);
-          if (x[i][n] > most) {
-            most = x[i][n];
-            most_column = c + n;
+          if (!kPlain) {
+            x[i][n] = transform(x[i][n], a.multiplier, a.softcap);
           }
+          largest = fmaxf(largest, x[i][n]);  // NaN is no largest
         }
-        if (most != before) {
-          sum *= exp2_fast((before - most) * kLog2E);  // 0 the first time
+        if (largest > most) {  // few of a thread's vectors hold a new one
+#pragma unroll
+          for (int n = N - 1; n >= 0; --n) {
+            most_column = x[i][n] == largest ? c + n : most_column;
+          }
+          sum *= exp2_fast((most - largest) * kLog2E);  // 0 the first time
+          most = largest;
         }
         const float base = most == -INFINITY ? 0.0f : most;
 #pragma unroll
@@ -369,7 +373,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
 
 template <class T, int N>
 Error forward(const HeadRowsForward& a, cudaStream_t stream) {
-  forward_kernel<T, N><<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  const bool is_plain = a.multiplier == 1.0f && !(a.softcap > 0);
+  (is_plain ? forward_kernel<T, N, true> : forward_kernel<T, N, false>)<<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
   return last_error();
 }
 

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(RmsNormForward a) {
 
 // The same where a row fits the block: a block takes many rows, the weight stays in registers, and the next row is on its way while this one is summed.
 template <class T, int N, bool kResidual>
-__global__ void __launch_bounds__(kThreads, 2) one_round_forward_kernel(RmsNormForward a) {
+__global__ void __launch_bounds__(kThreads, 3) one_round_forward_kernel(RmsNormForward a) {
   using Numbers = Vector<T, N>;
   __shared__ float scratch[32];
   const int64_t c = static_cast<int64_t>(threadIdx.x) * N;

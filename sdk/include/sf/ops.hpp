@@ -170,7 +170,8 @@ class Ops {
   /// weight_h * x / sqrt(mean(x^2) + eps) over the last axis. x [..., h].
   virtual at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight_h, double eps) = 0;
 
-  /// {sum, rms_norm(sum)} with sum = x + residual, rounded once.
+  /// {sum, rms_norm(sum), rms_norm(sum)} with sum = x + residual, rounded once; x itself where the residual is undefined. The norm stands there twice, one
+  /// tensor for each of two readers: their gradients, and the sum's, meet in one pass instead of being added before.
   virtual std::vector<at::Tensor> residual_rms_norm(const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight_h,
                                                     double eps) = 0;
 
