@@ -13,6 +13,12 @@
 namespace sf {
 namespace {
 
+// Of a weight that has lent its memory (TapeRunner::lend_weights) none is asked for: no graph reads it.
+const void* address_of(const at::Tensor& parameter) {
+  const char* const memory = static_cast<const char*>(parameter.storage().data());
+  return memory == nullptr ? nullptr : memory + parameter.storage_offset() * static_cast<int64_t>(parameter.element_size());
+}
+
 using Clock = std::chrono::steady_clock;
 using Nodes = std::vector<std::shared_ptr<ValueNode>>;
 
@@ -213,7 +219,7 @@ void BlockCapture::fill_inputs(const Use& use, const CapturedUnit& unit, const N
   SF_CHECK(use.parameters.size() == unit.parameters->size(), "unit '{}': {} parameters, {} when it was recorded", *unit.name, unit.parameters->size(),
            use.parameters.size());
   for (size_t p = 0; p < use.parameters.size(); ++p) {
-    SF_CHECK((*unit.parameters)[p].const_data_ptr() == use.parameters[p], "unit '{}': parameter {} has moved since its graph was recorded", *unit.name, p);
+    SF_CHECK(address_of((*unit.parameters)[p]) == use.parameters[p], "unit '{}': parameter {} has moved since its graph was recorded", *unit.name, p);
   }
   for (size_t i = 0; i < nodes.size(); ++i) {
     const Use::Source& source = use.sources[i];
@@ -252,7 +258,7 @@ BlockCapture::Made BlockCapture::forward(const CapturedUnit& unit, const Nodes& 
   const auto start = Clock::now();
   (void)inputs_of(use, nodes);
   for (const at::Tensor& parameter : *unit.parameters) {
-    use.parameters.push_back(parameter.const_data_ptr());
+    use.parameters.push_back(address_of(parameter));
   }
   const bool has_source = !use.wanted.empty() || std::any_of(unit.parameters->begin(), unit.parameters->end(), [](const at::Tensor& p) { return p.requires_grad(); });
   const auto body = [&use, run = unit.forward, recompute = unit.recompute]() -> std::vector<at::Tensor> {

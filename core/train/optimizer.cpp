@@ -32,6 +32,16 @@ void AdamW::reload_masters() {
   }
 }
 
+void AdamW::write_weights(const std::vector<at::Tensor>& gradients) {
+  at::NoGradGuard no_grad;
+  for (const ShardState& state : states_) {
+    at::Tensor& local = shards_[state.shard].local;
+    if (!state.master.is_same(local) && (gradients.empty() || !gradients[state.shard].defined())) {
+      local.copy_(state.master);
+    }
+  }
+}
+
 at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator,
                        double learning_rate) {
   SF_CHECK(gradients.size() == shards_.size(), "{} gradients for {} shards", gradients.size(), shards_.size());

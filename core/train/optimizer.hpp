@@ -29,6 +29,8 @@ class AdamW {
   AdamW(std::vector<Shard>& shards, AdamWOptions options);
 
   void reload_masters();
+  /// Weights from their masters, of all shards that have no gradient; step() writes the others, whether there is an update or not. Empty: all.
+  void write_weights(const std::vector<at::Tensor>& gradients);
 
   /// One update. `gradients` as Sharding::end_window returns them (they are consumed: scaled in place), `norm` the global norm before clipping.
   /// For each parameter with a gradient g * min(1, max_norm / (norm + 1e-6)): p *= 1 - lr * wd; m, v as usual; t += 1;

@@ -203,6 +203,10 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
   if (transforms != nullptr) {
     for (const Transforms::Member& member : transforms->members()) {
       const TransformMemory kept = member.transform->memory();
+      if (on_gpu && ranks == 1 && facts.bfloat16 && held.whole == 0) {
+        lines.front().bytes -= kept.replaced_elements * element;
+        lines.front().detail += ", without those that " + member.name + " replaces within a window";
+      }
       lines.push_back({"weights of " + member.name, kept.weights, kept.detail + ": " + join(transforms->taken_text(member), "; ")});
     }
   }

@@ -50,6 +50,7 @@ std::vector<at::Tensor> NamedTransform::linears(const std::vector<LinearProduct>
   return named(name_, "linears", [&] { return plugin_.linears(products, x); });
 }
 at::Tensor NamedTransform::alarms() { return named(name_, "alarms", [&] { return plugin_.alarms(); }); }
+bool NamedTransform::replaces(int64_t unit, int64_t parameter) const { return named(name_, "replaces", [&] { return plugin_.replaces(unit, parameter); }); }
 std::string NamedTransform::alarm_text(const std::vector<double>& flags) const { return named(name_, "alarm_text", [&] { return plugin_.alarm_text(flags); }); }
 
 void NamedSharding::take_codec(GatherCodec& codec) { named(name_, "take_codec", [&] { plugin_.take_codec(codec); }); }

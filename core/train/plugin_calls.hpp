@@ -49,6 +49,7 @@ class NamedTransform final : public Transform {
   std::vector<at::Tensor> linears(const std::vector<LinearProduct>& products, const at::Tensor& x) override;
   at::Tensor alarms() override;
   std::string alarm_text(const std::vector<double>& flags) const override;
+  bool replaces(int64_t unit, int64_t parameter) const override;
 
  private:
   Transform& plugin_;

@@ -286,6 +286,7 @@ std::unique_ptr<Session> open_session(const EngineContext& context, Ranks* ranks
           .recorder = session->recorder.get(),
           .capture = {.shapes_at_most = shapes_at_most(session->batch_shape), .static_shapes = session->batch_shape.is_static},
           .transforms = session->transforms.get(),
+          .lends_weights = session->placement.device.is_cuda() && session->placement.comm == nullptr && ranks != nullptr,
           .plugin = plan.get<std::string>("algorithm.name")});
   if (session->recorder != nullptr) {
     tell_about_capture(*session);

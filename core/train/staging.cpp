@@ -128,6 +128,11 @@ void Staging::take(std::vector<at::Tensor> tensors) {
   step_done.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   step_done.block(*copies_);
   const c10::StreamGuard here(*copies_);
+  for (const at::Tensor& tensor : tensors_) {
+    if (tensor.is_cuda()) {
+      tensor.record_stream(*copies_);  // a weight may lend its memory in the next window
+    }
+  }
   for (const Piece& piece : pieces_) {
     copy(piece);
   }

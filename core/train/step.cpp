@@ -27,6 +27,17 @@ Trainer::Trainer(Algorithm& algorithm, const Description& description, Sharding&
       feed_(description, placement.device, placement.dtype) {}
 
 StepResult Trainer::run(const Window& window, const StepInfo& step, double learning_rate, const Around& around) {
+  try {
+    return run_window(window, step, learning_rate, around);
+  } catch (...) {
+    if (runner_.take_weights_back()) {
+      optimizer_.write_weights({});
+    }
+    throw;
+  }
+}
+
+StepResult Trainer::run_window(const Window& window, const StepInfo& step, double learning_rate, const Around& around) {
   SF_CHECK(!window.batches.empty(), "window {} has no micro-step", window.number);
   // One vector, so that one all-reduce tells every rank all of it: D of each micro-step, who has weight, and some counts.
   const int64_t a = static_cast<int64_t>(window.batches.size());
@@ -86,6 +97,9 @@ StepResult Trainer::run(const Window& window, const StepInfo& step, double learn
   const at::Tensor total = pooled_a.sum().to(at::kFloat);
   if (around.before_update) {
     around.before_update();
+  }
+  if (runner_.take_weights_back()) {
+    optimizer_.write_weights(gradients);
   }
   const at::Tensor updated = optimizer_.step(gradients, norm, total, learning_rate);
   mark(StepMark::updated);

@@ -58,6 +58,7 @@ class Trainer {
   void on_mark(std::function<void(StepMark)> listener) { on_mark_ = std::move(listener); }
 
  private:
+  StepResult run_window(const Window& window, const StepInfo& step, double learning_rate, const Around& around);
   void mark(StepMark mark) const {
     if (on_mark_) {
       on_mark_(mark);

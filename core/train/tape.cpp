@@ -54,6 +54,7 @@ struct TapeRunner::UnitState {
   bool recompute = false;
   bool captured = false;
   bool is_encoded = false;               // in this window, by the transforms
+  std::vector<bool> lent;                // which parameters have no memory
   std::map<std::string, int64_t, std::less<>> by_name;
   std::vector<at::Tensor> leaves;        // whole parameters; trainable ones require grad
   std::vector<GradientSink> sinks;       // buffer undefined for frozen ones
@@ -64,7 +65,11 @@ class TapeRunner::Context final : public UnitContext {
  public:
   Context(UnitState& unit, Ops& ops, Phase phase, const Transforms* transforms) : unit_(unit), ops_(ops), phase_(phase), transforms_(transforms) {}
 
-  const at::Tensor& parameter(std::string_view name) override { return unit_.leaves[place(name)]; }
+  const at::Tensor& parameter(std::string_view name) override {
+    const int64_t index = place(name);
+    SF_CHECK(unit_.lent.empty() || !unit_.lent[static_cast<size_t>(index)], "unit '{}' reads parameter '{}' itself, and a transform has replaced it", unit_.spec->name, std::string(name));
+    return unit_.leaves[index];
+  }
 
   at::Tensor linear(std::string_view name, const at::Tensor& x) override { return linears({name}, x).front(); }
 
@@ -279,7 +284,47 @@ void TapeRunner::encode_weights(UnitState& unit) {
     at::NoGradGuard no_grad;
     options_.transforms->encode_weights(unit.index, unit.leaves);
     unit.is_encoded = true;
+    if (options_.lends_weights) {
+      lend_weights(unit);
+    }
   }
+}
+
+// Only memory that is the parameter's own, whole and nothing else: what a sharding backend gathers to is its affair.
+void TapeRunner::lend_weights(UnitState& unit) {
+  if (owned_.empty()) {
+    for (const Shard& shard : sharding_.shards()) {
+      owned_.insert(shard.local.storage().unsafeGetStorageImpl());
+    }
+  }
+  unit.lent.resize(unit.leaves.size(), false);
+  for (size_t p = 0; p < unit.leaves.size(); ++p) {
+    const at::Tensor& leaf = unit.leaves[p];
+    c10::StorageImpl* const memory = leaf.storage().unsafeGetStorageImpl();
+    if (leaf.scalar_type() == at::kBFloat16 && owned_.contains(memory) && memory->nbytes() == leaf.nbytes() && options_.transforms->replaces(unit.index, static_cast<int64_t>(p))) {
+      memory->set_data_ptr_noswap(at::DataPtr(nullptr, memory->device()));
+      memory->set_nbytes(size_t{0});
+      unit.lent[p] = true;
+    }
+  }
+}
+
+bool TapeRunner::take_weights_back() {
+  bool any = false;
+  for (const auto& unit : units_) {
+    for (size_t p = 0; p < unit->lent.size(); ++p) {
+      if (unit->lent[p]) {
+        const at::Tensor& leaf = unit->leaves[p];
+        const at::Tensor fresh = at::empty(leaf.sizes(), leaf.options().requires_grad(false));
+        c10::StorageImpl* const memory = leaf.storage().unsafeGetStorageImpl();
+        memory->set_data_ptr_noswap(fresh.storage().unsafeGetStorageImpl()->set_data_ptr(at::DataPtr(nullptr, memory->device())));
+        memory->set_nbytes(leaf.nbytes());
+        unit->lent[p] = false;
+        any = true;
+      }
+    }
+  }
+  return any;
 }
 
 std::vector<at::Tensor> TapeRunner::forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs) {

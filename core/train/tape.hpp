@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -36,6 +37,7 @@ class TapeRunner final : public Runner {
     GraphRecorder* recorder = nullptr;   // of CUDA graphs for the blocks, which are the units outside the shard group "root"; null: all run eagerly. Outlives the runner
     BlockCapture::Options capture = {};
     Transforms* transforms = nullptr;    // null: the tape computes all linears itself. Outlives the runner
+    bool lends_weights = false;          // one process with float32 masters: weights that a transform replaces give their memory away within a window
     std::string plugin = {};             // whose units these are: stands before what they throw; empty: nothing does
   };
 
@@ -70,6 +72,8 @@ class TapeRunner final : public Runner {
   const std::vector<int64_t>& order() const { return order_forward_; }
   uint64_t order_hash() const;
   [[nodiscard]] Transforms* transforms() const { return options_.transforms; }
+  /// Memory for the weights that this window has lent, without values: whoever calls writes them from the masters. False: none were lent.
+  bool take_weights_back();
   /// Bytes of all gradient buffers.
   int64_t gradient_bytes() const;
   /// How many units are replayed as CUDA graphs, and what that took so far.
@@ -107,6 +111,7 @@ class TapeRunner final : public Runner {
     at::Tensor gradient;
   };
 
+  void lend_weights(UnitState& unit);
   void take_leaves(UnitState& unit);
   void encode_weights(UnitState& unit);
   std::vector<at::Tensor> forward(UnitState& unit, int64_t use, const std::vector<at::Tensor>& inputs);
@@ -138,6 +143,7 @@ class TapeRunner final : public Runner {
   std::vector<Use> tape_;
   std::vector<Place> places_;
   std::vector<int64_t> losses_;               // places
+  std::set<const c10::StorageImpl*> owned_;   // memory of the backend's own parts, once it is asked for
   std::vector<int64_t> used_;                 // per unit, in this micro-step
   std::vector<int64_t> order_;                // of this micro-step so far
   std::vector<int64_t> order_forward_, order_evaluate_;

@@ -106,6 +106,10 @@ void Transforms::encode_weights(int64_t unit, const std::vector<at::Tensor>& who
   }
 }
 
+bool Transforms::replaces(int64_t unit, int64_t parameter) const {
+  return std::any_of(members_.begin(), members_.end(), [&](const Member& member) { return member.transform->replaces(unit, parameter); });
+}
+
 at::Tensor Transforms::alarms() const {
   std::vector<at::Tensor> all;
   for (const Member& member : members_) {

@@ -47,6 +47,7 @@ class Transforms {
   void begin_window();
   [[nodiscard]] bool wants_weights(int64_t unit) const;
   void encode_weights(int64_t unit, const std::vector<at::Tensor>& whole);
+  [[nodiscard]] bool replaces(int64_t unit, int64_t parameter) const;
   /// Flags of all members after one another, float32 [n] on the device; undefined: none has any.
   [[nodiscard]] at::Tensor alarms() const;
   /// What flags mean that are not all 0.

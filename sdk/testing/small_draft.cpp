@@ -120,7 +120,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
     pointers.push_back(unit.get());
   }
   TapeRunner runner(pointers, specs, sharding, cpu_ops(), placement,
-                    {.gradient_dtype = at::kFloat, .recompute = shape.recompute, .transforms = transforms.get()});
+                    {.gradient_dtype = at::kFloat, .recompute = shape.recompute, .transforms = transforms.get(), .lends_weights = lends_weights});
   AdamW optimizer(sharding.shards(), {.weight_decay = 0.1, .max_grad_norm = 0.5});
   if (before_start) {
     before_start(optimizer, sharding, comm);
@@ -176,6 +176,9 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
         window_of(window);
       } catch (const std::exception&) {
         threw = true;
+        if (runner.take_weights_back()) {
+          optimizer.write_weights({});
+        }
       }
       if (!threw) {
         throw std::logic_error("the window that throws did not throw");
@@ -184,6 +187,9 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
     }
     window_of(window);
     gradients = sharding.end_window();
+    if (runner.take_weights_back()) {
+      optimizer.write_weights(gradients);
+    }
     const at::Tensor norm = sharding.gradient_norm(gradients);
     if (window + 1 == windows) {
       for (at::Tensor& gradient : gradients) {

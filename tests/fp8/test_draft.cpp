@@ -31,6 +31,39 @@ std::function<std::unique_ptr<Transform, void (*)(Transform*)>()> fp8_with(Fp8Op
   return [=] { return std::unique_ptr<Transform, void (*)(Transform*)>(new Fp8(options), [](Transform* made) { delete static_cast<Fp8*>(made); }); };
 }
 
+// Another transform, and how many of its products found that their weight has no memory.
+class Watched final : public Transform {
+ public:
+  Watched(std::unique_ptr<Transform, void (*)(Transform*)> inner, int64_t& without) : inner_(std::move(inner)), without_(without) {}
+  virtual ~Watched() = default;
+
+  std::vector<bool> take_over(const std::vector<LinearSpec>& linears) override { return inner_->take_over(linears); }
+  TransformMemory memory() const override { return inner_->memory(); }
+  void build(at::Device device, at::ScalarType dtype, Ops& ops) override { inner_->build(device, dtype, ops); }
+  GatherCodec* codec() override { return inner_->codec(); }
+  void begin_window() override { inner_->begin_window(); }
+  void encode_weights(int64_t unit, const std::vector<at::Tensor>& whole) override { inner_->encode_weights(unit, whole); }
+  std::vector<at::Tensor> linears(const std::vector<LinearProduct>& products, const at::Tensor& x) override {
+    for (const LinearProduct& product : products) {
+      without_ += product.weight_oi.storage().nbytes() == 0;
+    }
+    return inner_->linears(products, x);
+  }
+  at::Tensor alarms() override { return inner_->alarms(); }
+  std::string alarm_text(const std::vector<double>& flags) const override { return inner_->alarm_text(flags); }
+  bool replaces(int64_t unit, int64_t parameter) const override { return inner_->replaces(unit, parameter); }
+
+ private:
+  std::unique_ptr<Transform, void (*)(Transform*)> inner_;
+  int64_t& without_;
+};
+
+std::function<std::unique_ptr<Transform, void (*)(Transform*)>()> watched(Fp8Options options, int64_t& without) {
+  return [options, &without] {
+    return std::unique_ptr<Transform, void (*)(Transform*)>(new Watched(fp8_with(options)(), without), [](Transform* made) { delete static_cast<Watched*>(made); });
+  };
+}
+
 std::unique_ptr<Sharding, void (*)(Sharding*)> fsdp2(const std::string& mode) {
   return {new GroupedSharding(fsdp::fsdp2_settings({.fsdp_sharding = mode, .reduce_dtype = "float32"})),
           [](Sharding* sharding) { delete static_cast<GroupedSharding*>(sharding); }};
@@ -140,6 +173,29 @@ TEST_CASE("fp8 draft: an evaluation between windows is in full precision and cha
   DraftRun evaluated = run;
   evaluated.evaluate_between = true;
   CHECK(largest_difference(train_single(evaluated).weights, train_single(run).weights) == 0);
+}
+
+TEST_CASE("fp8 draft: weights that lend their memory within a window come back, after an update, an evaluation and a failure, and no bit differs") {
+  DraftRun run = draft(at::kBFloat16);
+  run.make_transform = fp8_with({});
+  run.evaluate_between = true;
+  run.throw_in_window = 1;
+  DraftRun lending = run;
+  lending.lends_weights = true;
+  int64_t without = 0;
+  lending.make_transform = watched({}, without);
+  const Outcome a = train_single(run), b = train_single(lending);
+  CHECK(without > 0);
+  CHECK(a.losses == b.losses);
+  CHECK(largest_difference(b.weights, a.weights) == 0);
+  for (const auto& [name, weight] : b.weights) {
+    CHECK(weight.storage().nbytes() > 0);
+  }
+  DraftRun own = lending;   // gradients of inputs read the weights themselves: nothing is lent, and nothing fails
+  without = 0;
+  own.make_transform = watched({.grad_input_fp8 = false}, without);
+  CHECK(train_single(own).losses.size() == a.losses.size());
+  CHECK(without == 0);
 }
 
 TEST_CASE("fp8 codec: any cut of the rows decodes to what encoding the whole weight gives, and serves its products") {

@@ -13,7 +13,6 @@ namespace sf::fp8 {
 namespace {
 
 constexpr int64_t kMultiple = 16;   // of both dimensions of a weight: what the products of the cards ask for
-constexpr const char* kTooSmall = "kernel_projection";   // the default of plugin.fp8.skip; a draft without such linears is no mistake
 
 std::string full_name(const LinearSpec& spec) { return spec.unit + "." + spec.name; }
 
@@ -46,7 +45,7 @@ std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
     }
   }
   for (size_t s = 0; s < options_.skip.size(); ++s) {
-    if (!is_used[s] && options_.skip[s] != kTooSmall) {
+    if (!is_used[s]) {
       throw Error(ExitCode::kUsage, "plugin.fp8.skip: \"" + options_.skip[s] + "\" names no linear of the draft's blocks",
                   "write the last parts of a name, like \"down_proj\"; sf-host plan lists the linears that are taken over");
     }
@@ -69,6 +68,7 @@ TransformMemory Fp8::memory() const {
   const int64_t layouts = keeps_both() ? 2 : 1;
   for (const Linear& linear : taken_) {
     memory.weights += layouts * linear.spec.inputs * linear.spec.outputs;
+    memory.replaced_elements += options_.grad_input_fp8 ? linear.spec.inputs * linear.spec.outputs : 0;
   }
   memory.detail = std::to_string(taken_.size()) + " weights encoded" + (layouts == 2 ? ", and transposed" : "");
   memory.is_gathered = options_.gather;

@@ -19,7 +19,7 @@ namespace sf::fp8 {
 
 struct Fp8Options {
   Float8Scaling scaling = Float8Scaling::tensor;
-  Float8Format gradients = Float8Format::e5m2;
+  Float8Format gradients = Float8Format::e4m3;
   bool grad_input_fp8 = true;
   bool grad_weight_fp8 = true;
   std::vector<std::string> skip;
@@ -52,6 +52,7 @@ class Fp8 final : public Transform, private GatherCodec {
   std::vector<at::Tensor> linears(const std::vector<LinearProduct>& products, const at::Tensor& x) override;
   at::Tensor alarms() override;
   std::string alarm_text(const std::vector<double>& flags) const override;
+  bool replaces(int64_t unit, int64_t parameter) const override { return options_.grad_input_fp8 && find(unit, parameter) != nullptr; }
 
   /// Called at the end of each window.
   void on_window(std::function<void()> listener) { on_window_ = std::move(listener); }

@@ -49,6 +49,7 @@ struct LinearProduct {
 /// What it keeps on the device for the whole run, in bytes.
 struct TransformMemory {
   int64_t weights = 0;
+  int64_t replaced_elements = 0;  // of the parameters that replaces() names
   std::string detail;         // "35 linears in float8, both layouts"
   bool is_gathered = false;   // its codec carries the weights that it took over, a byte for each element
 };
@@ -105,6 +106,12 @@ class Transform {
   virtual at::Tensor alarms() = 0;
   /// What flags that are not all 0 mean: what happened, naming unit and linear. The run ends with it.
   virtual std::string alarm_text(const std::vector<double>& flags) const = 0;
+
+  /// Is encode_weights the only reader of this parameter in a window? Then its memory may serve others from there to the update, which writes it anew.
+  virtual bool replaces(int64_t unit, int64_t parameter) const {
+    (void)unit, (void)parameter;
+    return false;
+  }
 
  protected:
   ~Transform() = default;
