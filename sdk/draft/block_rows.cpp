@@ -1,6 +1,7 @@
 #include "sdk/draft/block_rows.hpp"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
@@ -36,7 +37,28 @@ at::Tensor column_of(const std::vector<Row>& rows, T Row::*member, at::ScalarTyp
   return tensor_of(values, type);
 }
 
+// One read and one write for each row of x: a gradient by index_add is three times that, row after row.
+struct TakeRows : torch::autograd::Function<TakeRows> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x_nh, const at::Tensor& index_r) {
+    context->save_for_backward({index_r});
+    context->saved_data["rows"] = x_nh.size(0);
+    return x_nh.index_select(0, index_r);
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    const at::Tensor index_r = context->get_saved_variables()[0];
+    const int64_t r = index_r.size(0), n = context->saved_data["rows"].toInt();
+    at::Tensor reader_n = at::full({n}, r, index_r.options());
+    reader_n.scatter_reduce_(0, index_r, at::arange(r, index_r.options()), "amin");
+    at::Tensor gradient_nh = gradients[0].index_select(0, reader_n.clamp_max(r - 1));
+    gradient_nh.masked_fill_(at::eq(reader_n, r).unsqueeze(1), 0);
+    return {gradient_nh, at::Tensor()};
+  }
+};
+
 }  // namespace
+
+at::Tensor take_rows(const at::Tensor& x_nh, const at::Tensor& index_r) { return TakeRows::apply(x_nh, index_r); }
 
 std::vector<int64_t> valid_anchors(const at::Tensor& loss_mask_s) {
   const at::Tensor mask = loss_mask_s.to(at::kFloat).contiguous();

@@ -53,6 +53,9 @@ struct BlockRows {
 /// Per-row numbers put into their grid [c, p]; cells without a row are 0.
 [[nodiscard]] at::Tensor to_grid(const at::Tensor& values_r, const at::Tensor& cell_r, int64_t c, int64_t p);
 
+/// Rows index_r of x_nh. Its gradient takes each row of x from the first that reads it: rows that fill up read a row again, and theirs is zero.
+[[nodiscard]] at::Tensor take_rows(const at::Tensor& x_nh, const at::Tensor& index_r);
+
 /// Which of the target's states each chunk of rows asks for, every one once (HeadObjective's teacher in sf/ops.hpp).
 struct TeacherPlaces {
   at::Tensor places_mt;  // int64, into [b*s]; a chunk with fewer states repeats its last one

@@ -55,7 +55,7 @@ Description Dflash::describe(const ModelFacts& facts) {
   description_.pooling = Pooling::window;
   description_.slots = facts.static_shapes ? options_.num_anchors : 0;
   description_.slots_at_most = options_.num_anchors;
-  description_.head_rows_at_most = options_.objective_chunk_blocks * (config_.block_size - 1);
+  description_.head_rows_at_most = options_.objective_chunk_blocks > 0 ? head_chunk_rows(config_, options_) : 0;
   description_.draft_config_json = config_.json;
 
   auto& fixed = description_.fixed;

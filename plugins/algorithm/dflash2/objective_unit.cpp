@@ -56,6 +56,12 @@ std::vector<ParameterSpec> objective_parameters(const DflashConfig& config, cons
   return list;
 }
 
+int64_t head_chunk_rows(const DflashConfig& config, const DflashOptions& options) {
+  const int64_t blocks = options.objective_chunk_blocks > 0 ? options.objective_chunk_blocks : std::numeric_limits<int32_t>::max();
+  const int64_t rows = blocks * (config.block_size - 1);
+  return options.uses_dpace() ? rows : draft::whole_head_tiles(rows);  // D-PACE weighs whole blocks
+}
+
 // Weights of a chunk's rows; with D-PACE the rows are whole blocks.
 at::Tensor ObjectiveUnit::row_weights(const at::Tensor& nll_r, const at::Tensor& mask_r, const at::Tensor& weight_r) const {
   if (!options_.uses_dpace()) {
@@ -89,7 +95,7 @@ std::vector<at::Tensor> ObjectiveUnit::forward(UnitContext& context, const std::
   const int64_t h = config_.layers.hidden_size, p = config_.block_size - 1;
 
   // The last norm works row by row, so only rows that the head looks at are normed.
-  const at::Tensor out_rh = context.ops().rms_norm(inputs[kDraftRows].reshape({-1, h}).index_select(0, inputs[kRowIndex]),
+  const at::Tensor out_rh = context.ops().rms_norm(draft::take_rows(inputs[kDraftRows].reshape({-1, h}), inputs[kRowIndex]),
                                                    context.parameter("norm.weight"), config_.layers.rms_norm_eps);
   HeadObjective objective;
   objective.hidden_rh = out_rh;
@@ -97,10 +103,9 @@ std::vector<at::Tensor> ObjectiveUnit::forward(UnitContext& context, const std::
   objective.labels_r = label_r;
   objective.logit_multiplier = config_.output_multiplier;
   objective.softcap = config_.final_logit_softcapping;
-  const int64_t blocks = options_.objective_chunk_blocks > 0 ? options_.objective_chunk_blocks : std::numeric_limits<int32_t>::max();
-  objective.chunk_rows = blocks * p;
+  objective.chunk_rows = head_chunk_rows(config_, options_);
   if (out_rh.is_cpu()) {
-    objective.chunk_rows = std::min(objective.chunk_rows, std::max<int64_t>(1, kChunkRowsCpu / p) * p);
+    objective.chunk_rows = std::min(objective.chunk_rows / p, std::max<int64_t>(1, kChunkRowsCpu / p)) * p;
   }
   if (has_selector || wants_details) {
     objective.top_k = candidates();

@@ -92,4 +92,7 @@ class ObjectiveUnit final : public Unit {
 
 [[nodiscard]] std::vector<ParameterSpec> objective_parameters(const DflashConfig& config, const DflashOptions& options);
 
+/// Rows that the head looks at together on a GPU.
+[[nodiscard]] int64_t head_chunk_rows(const DflashConfig& config, const DflashOptions& options);
+
 }  // namespace sf

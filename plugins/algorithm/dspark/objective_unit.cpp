@@ -1,6 +1,8 @@
 #include "plugins/algorithm/dspark/objective_unit.hpp"
 
 #include "plugins/algorithm/dspark/markov.hpp"
+#include "sdk/draft/block_rows.hpp"
+#include "sdk/draft/objective.hpp"
 
 #include <ATen/ATen.h>
 
@@ -37,7 +39,7 @@ std::vector<ParameterSpec> objective_parameters(const DsparkConfig& config, cons
 int64_t chunk_rows(const DsparkConfig& config, const DsparkOptions& options, bool on_gpu) {
   const int64_t blocks = options.objective_chunk_blocks > 0 ? options.objective_chunk_blocks : std::numeric_limits<int32_t>::max();
   const int64_t rows = blocks * config.block_size;
-  return on_gpu ? rows : std::min(rows, kChunkRowsCpu);
+  return on_gpu ? draft::whole_head_tiles(rows) : std::min(rows, kChunkRowsCpu);
 }
 
 std::vector<at::Tensor> DsparkObjective::forward(UnitContext& context, const std::vector<at::Tensor>& inputs) {
@@ -47,7 +49,7 @@ std::vector<at::Tensor> DsparkObjective::forward(UnitContext& context, const std
   const int64_t h = config_.layers.hidden_size, c = inputs[kGridMask].size(0), p = inputs[kGridMask].size(1);
 
   // The last norm works row by row, so only rows that the head looks at are normed.
-  const at::Tensor out_rh = context.ops().rms_norm(inputs[kDraftRows].reshape({-1, h}).index_select(0, inputs[kRowIndex]),
+  const at::Tensor out_rh = context.ops().rms_norm(draft::take_rows(inputs[kDraftRows].reshape({-1, h}), inputs[kRowIndex]),
                                                    context.parameter("norm.weight"), config_.layers.rms_norm_eps);
   HeadObjective objective;
   objective.hidden_rh = out_rh;
