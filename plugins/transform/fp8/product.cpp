@@ -108,7 +108,7 @@ struct Product : torch::autograd::Function<Product> {
                                         .b_ck = {saved[kX], saved[kScale]},
                                         .type = product.weight_sink->buffer.scalar_type(),
                                         .add_to_rc = product.weight_sink->buffer,
-                                        .fast_accumulation = false,
+                                        .fast_accumulation = true,
                                         .emulate = options.emulate});
         encoded.values_cr = at::Tensor();
       } else if (product.weight_sink != nullptr) {
@@ -122,7 +122,7 @@ struct Product : torch::autograd::Function<Product> {
                                            .b_ck = fp8.transposed_weight(product.linear),
                                            .type = call->type,
                                            .add_to_rc = grad_x,
-                                           .fast_accumulation = false,
+                                           .fast_accumulation = true,
                                            .emulate = options.emulate});
       } else if (wants_x) {
         grad_x = grad_x.defined() ? grad_x.addmm_(grad_ro, saved[kWeights + p]) : at::mm(grad_ro, saved[kWeights + p]);
