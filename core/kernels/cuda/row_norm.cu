@@ -223,26 +223,27 @@ __global__ void __launch_bounds__(kThreads, 2) one_round_backward_kernel(RmsNorm
     if (adds && inside) {
       added = *reinterpret_cast<const Vector<T, N>*>(static_cast<const T*>(a.grad_sum_rh) + row * a.h + c);
     }
-    float unit[N], gradient[N], along = 0;
+    const Vector<T, N> x = next_x;
+    const auto unit = [&](int i) { return to_float(x.at[i]) * inverse; };  // formed twice: registers are few
+    float gradient[N], along = 0;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      unit[i] = to_float(next_x.at[i]) * inverse;
       gradient[i] = kOther ? to_float(next_g.at[i]) + to_float(next_o.at[i]) : to_float(next_g.at[i]);
     }
     fetch(row + gridDim.x);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (kWeight) {
-        weight_sum[i] += gradient[i] * unit[i];
+        weight_sum[i] += gradient[i] * unit(i);
       }
       gradient[i] *= to_float(weight.at[i]);
-      along += gradient[i] * unit[i];
+      along += gradient[i] * unit(i);
     }
     along = block_sum(along, scratch) / static_cast<float>(a.h);
     if (inside) {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        gradient[i] = (gradient[i] - unit[i] * along) * inverse;
+        gradient[i] = (gradient[i] - unit(i) * along) * inverse;
         gradient[i] += to_float(added.at[i]);  // zeros where nothing is added
       }
       store(static_cast<T*>(a.grad_x_rh) + row * a.h + c, gradient);
