@@ -3,11 +3,14 @@
 #include "core/base/error.hpp"
 #include "core/kernels/cuda/decode_launchers.hpp"
 #include "core/kernels/cuda_library.hpp"
+#include "core/kernels/row_tiles.hpp"
 #include "core/kernels/shape_check.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -31,8 +34,11 @@ Sizes sizes_of(const DecodeAttention& a) {
   const int64_t heads = a.query_heads + 2 * a.key_heads;
   const Sizes s{a.qkv_bx.size(0), a.query_heads, a.key_heads, a.qkv_bx.size(1) / heads, a.cos_bf.size(1), a.keys_bmce.size(2)};
   SF_CHECK(s.m > 0 && s.n % s.m == 0 && s.e * heads == a.qkv_bx.size(1) && 2 * s.f <= s.e, "{} values for {} query and {} key heads, {} rotated pairs", a.qkv_bx.size(1), s.n, s.m, s.f);
-  SF_CHECK_SHAPE(a.keys_bmce, {s.b, s.m, s.c, s.e});
-  SF_CHECK_SHAPE(a.values_bmce, {s.b, s.m, s.c, s.e});
+  SF_CHECK(a.tokens > 0 && s.b % a.tokens == 0, "{} rows for {} tokens of each sequence", s.b, a.tokens);
+  const int64_t sequences = a.cache_rows.empty() ? s.b / a.tokens : a.keys_bmce.size(0);
+  SF_CHECK(a.cache_rows.empty() || static_cast<int64_t>(a.cache_rows.size()) == s.b / a.tokens, "{} rows of a cache for {} sequences", a.cache_rows.size(), s.b / a.tokens);
+  SF_CHECK_SHAPE(a.keys_bmce, {sequences, s.m, s.c, s.e});
+  SF_CHECK_SHAPE(a.values_bmce, {sequences, s.m, s.c, s.e});
   SF_CHECK_SHAPE(a.cos_bf, {s.b, s.f});
   SF_CHECK_SHAPE(a.sin_bf, {s.b, s.f});
   SF_CHECK_SHAPE(a.positions_b, {s.b});
@@ -54,10 +60,76 @@ at::Tensor turned(const at::Tensor& x_bne, const at::Tensor& cos_bf, const at::T
   return at::cat(parts, 2);
 }
 
+// A head of a new token: normed if it has a weight, turned if it has angles.
+void make_head(const float* from, const float* weight, float eps, const float* cos, const float* sin, int64_t e, int64_t f, float scale, float* to) {
+  float inverse = 1;
+  if (weight != nullptr) {
+    float squares = 0;
+    for (int64_t i = 0; i < e; ++i) squares += from[i] * from[i];
+    inverse = 1 / std::sqrt(squares / static_cast<float>(e) + eps);
+  }
+  for (int64_t i = 0; i < e; ++i) to[i] = weight != nullptr ? from[i] * inverse * weight[i] : from[i];
+  for (int64_t i = 0; i < f; ++i) {
+    const float x = to[i], y = to[i + f];
+    to[i] = x * cos[i] - y * sin[i];
+    to[i + f] = y * cos[i] + x * sin[i];
+  }
+  if (scale != 1) {
+    for (int64_t i = 0; i < e; ++i) to[i] *= scale;
+  }
+}
+
+// A task is a sequence and one of its key/value heads: it writes the new keys and values and attends with all queries that share them, so no two tasks touch the same memory
+// and what comes out does not depend on the number of threads.
+at::Tensor decode_attention_few(const DecodeAttention& a) {
+  const Sizes s = sizes_of(a);
+  SF_CHECK(a.qkv_bx.is_contiguous() && a.keys_bmce.is_contiguous() && a.values_bmce.is_contiguous() && a.cos_bf.is_contiguous() && a.sin_bf.is_contiguous() &&
+               a.positions_b.is_contiguous() && a.cos_bf.scalar_type() == at::kFloat && a.positions_b.scalar_type() == at::kLong && a.keys_bmce.scalar_type() == at::kFloat,
+           "decode_attention's tensors are not as it reads them");
+  const at::Tensor out_bx = at::empty({s.b, s.n * s.e}, a.qkv_bx.options());
+  const auto *qkv = a.qkv_bx.const_data_ptr<float>(), *cos = a.cos_bf.const_data_ptr<float>(), *sin = a.sin_bf.const_data_ptr<float>();
+  const float* query_weight = a.query_weight_e.defined() ? a.query_weight_e.const_data_ptr<float>() : nullptr;
+  const float* key_weight = a.key_weight_e.defined() ? a.key_weight_e.const_data_ptr<float>() : nullptr;
+  const auto* positions = a.positions_b.const_data_ptr<int64_t>();
+  auto *keys = a.keys_bmce.mutable_data_ptr<float>(), *values = a.values_bmce.mutable_data_ptr<float>(), *out = out_bx.mutable_data_ptr<float>();
+  const int64_t t = a.tokens, group = s.n / s.m, queries = group * t;
+  const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.e))), eps = static_cast<float>(a.eps);
+  for (int64_t row = 0; row < s.b; ++row) SF_CHECK(positions[row] >= 0 && positions[row] < s.c, "token {} in a cache for {}", positions[row], s.c);
+  at::parallel_for(0, s.b / t * s.m, 1, [&](int64_t begin, int64_t end) {
+    std::vector<float> query(static_cast<size_t>(queries * s.e)), found(query.size()), scores;
+    std::vector<int64_t> seen(static_cast<size_t>(queries));
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t sequence = task / s.m, head = task % s.m, cache_row = a.cache_rows.empty() ? sequence : a.cache_rows[static_cast<size_t>(sequence)];
+      float *head_keys = keys + (cache_row * s.m + head) * s.c * s.e, *head_values = values + (cache_row * s.m + head) * s.c * s.e;
+      int64_t most = 0;
+      for (int64_t j = 0; j < t; ++j) {
+        const int64_t row = sequence * t + j, position = positions[row];
+        const float *from = qkv + row * (s.n + 2 * s.m) * s.e, *row_cos = cos + row * s.f, *row_sin = sin + row * s.f;
+        make_head(from + (s.n + head) * s.e, key_weight, eps, row_cos, row_sin, s.e, s.f, 1, head_keys + position * s.e);
+        std::copy_n(from + (s.n + s.m + head) * s.e, s.e, head_values + position * s.e);
+        for (int64_t g = 0; g < group; ++g) {
+          make_head(from + (head * group + g) * s.e, query_weight, eps, row_cos, row_sin, s.e, s.f, scale, query.data() + (j * group + g) * s.e);
+          seen[static_cast<size_t>(j * group + g)] = position + 1;
+        }
+        most = std::max(most, position + 1);
+      }
+      scores.resize(std::max(scores.size(), static_cast<size_t>(queries * score_stride(most))));
+      row_tiles()->attend(query.data(), queries, s.e, head_keys, head_values, seen.data(), scores.data(), found.data());
+      for (int64_t j = 0; j < t; ++j) std::copy_n(found.data() + j * group * s.e, group * s.e, out + ((sequence * t + j) * s.n + head * group) * s.e);
+    }
+  });
+  return out_bx;
+}
+
 }  // namespace
+
+bool can_decode_few(const at::Tensor& like, int64_t head_size) {
+  return like.is_cpu() && like.scalar_type() == at::kFloat && head_size % kHeadGrain == 0 && row_tiles() != nullptr;
+}
 
 at::Tensor decode_attention_aten(const DecodeAttention& a) {
   const Sizes s = sizes_of(a);
+  SF_CHECK(a.tokens == 1 && a.cache_rows.empty(), "{} tokens of each sequence", a.tokens);
   const at::Tensor qkv = a.qkv_bx.view({s.b, s.n + 2 * s.m, s.e});
   const at::Tensor query = turned(normed(qkv.narrow(1, 0, s.n), a.query_weight_e, a.eps), a.cos_bf, a.sin_bf);
   const at::Tensor key = turned(normed(qkv.narrow(1, s.n, s.m), a.key_weight_e, a.eps), a.cos_bf, a.sin_bf);
@@ -73,7 +145,9 @@ at::Tensor decode_attention_aten(const DecodeAttention& a) {
 }
 
 at::Tensor decode_attention(const DecodeAttention& a) {
+  if (can_decode_few(a.qkv_bx, sizes_of(a).e)) return decode_attention_few(a);
   if (!has_kernels({a.qkv_bx, a.keys_bmce, a.values_bmce, a.query_weight_e, a.key_weight_e}) || decode_launchers() == nullptr) return decode_attention_aten(a);
+  SF_CHECK(a.tokens == 1 && a.cache_rows.empty(), "{} tokens of each sequence", a.tokens);
   const Sizes s = sizes_of(a);
   if (s.e != 64 && s.e != 128) {
     note_slow_path("decode_attention", "its kernel takes head sizes of 64 and 128");

@@ -3,8 +3,10 @@
 
 #include "core/base/error.hpp"
 #include "core/data/philox.hpp"
+#include "core/kernels/row_tiles.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
@@ -334,6 +336,15 @@ const char* name_of(StopReason reason) {
 std::vector<int64_t> choose_tokens(const at::Tensor& logits_bv, const Sampling& sampling, const std::vector<int64_t>& samples,
                                    const std::vector<int64_t>& positions) {
   const at::NoGradGuard no_grad;
+  if (sampling.is_greedy() && logits_bv.is_cpu() && logits_bv.scalar_type() == at::kFloat && logits_bv.is_contiguous() && row_tiles() != nullptr) {
+    std::vector<int64_t> best(static_cast<size_t>(logits_bv.size(0)));
+    const int64_t v = logits_bv.size(1);
+    const auto* logits = logits_bv.const_data_ptr<float>();
+    at::parallel_for(0, logits_bv.size(0), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) best[static_cast<size_t>(i)] = row_tiles()->largest(logits + i * v, v);
+    });
+    return best;
+  }
   std::vector<double> uniform;
   const PhiloxStream draws(sampling.seed, "generate");
   for (size_t j = 0; j < samples.size() && !sampling.is_greedy(); ++j) {

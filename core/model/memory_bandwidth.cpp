@@ -13,7 +13,7 @@ namespace sf {
 namespace {
 
 constexpr int64_t kBytesCpu = int64_t{256} << 20, kBytesGpu = int64_t{1} << 30;  // several times a cache
-constexpr int kTrials = 5;
+constexpr int kTrials = 12;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();

@@ -84,6 +84,7 @@ class Loader {
 // Normalised in float32, rounded to the type of computation, then scaled; a GPU's kernel rounds once.
 at::Tensor norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
   if (has_kernels({x, weight})) return rms_norm(x, weight, eps);
+  if (is_skinny(x, weight)) return skinny_add_norm(x.contiguous(), {}, weight, eps).second;
   const at::Tensor wide = x.to(at::kFloat);
   at::Tensor normal = wide * at::rsqrt(wide.square().mean(-1, /*keepdim=*/true).add_(eps));
   return normal.to(x.scalar_type()).mul_(weight);
@@ -95,6 +96,7 @@ std::pair<at::Tensor, at::Tensor> add_and_norm(const at::Tensor& x, const at::Te
     const std::vector<at::Tensor> both = residual_rms_norm(delta, x, weight, eps);
     return {both[0], both[1]};
   }
+  if (is_skinny(x, weight)) return skinny_add_norm(x, delta, weight, eps);
   const at::Tensor sum = x + delta;
   return {sum, norm(sum, weight, eps)};
 }
@@ -128,7 +130,7 @@ struct CachePlace {
   at::Tensor hidden_b1qs;      // float, 0 or minus infinity; q = query heads of a key-value head x tokens
 };
 
-CachePlace place_in_cache(const TargetRequest& request, const TargetConfig& config, const at::Tensor& like) {
+CachePlace place_in_cache(const TargetRequest& request, const TargetConfig& config, const at::Tensor& like, bool is_masked) {
   KeyValueCache& cache = *request.cache;
   const int64_t b = request.input_ids_bt.size(0), t = request.input_ids_bt.size(1);
   const int64_t m = config.num_key_value_heads, group = config.num_attention_heads / m;
@@ -154,11 +156,12 @@ CachePlace place_in_cache(const TargetRequest& request, const TargetConfig& conf
   const at::Tensor starts_b = at::tensor(request.starts, integers);
   const at::Tensor rows_b = at::tensor(place.rows, integers);
   const at::Tensor positions = starts_b.unsqueeze(1) + at::arange(t, integers);
+  place.positions_bt = positions.to(like.device());
+  if (!is_masked) return place;
   const at::Tensor heads = rows_b.unsqueeze(1) * m + at::arange(m, integers);  // [b, m]
   const at::Tensor places = heads.unsqueeze(2) * cache.capacity + positions.unsqueeze(1);
   const at::Tensor hidden = at::arange(place.seen, integers).view({1, 1, -1}) > positions.unsqueeze(2);  // [b, t, s]
   const at::Tensor mask = at::zeros(hidden.sizes(), at::kFloat).masked_fill_(hidden, -std::numeric_limits<double>::infinity());
-  place.positions_bt = positions.to(like.device());
   place.places = places.reshape({-1}).to(like.device());
   place.rows_b = rows_b.to(like.device());
   place.hidden_b1qs = mask.view({b, 1, t, place.seen})
@@ -336,19 +339,17 @@ int64_t Target::cache_bytes_per_token() const {
   return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * static_cast<int64_t>(weights_->embedding_vh.element_size());
 }
 
-at::Tensor Target::decode_step(const at::Tensor& ids_b, const at::Tensor& positions_b, const KeyValueCache& cache) const {
-  const at::NoGradGuard no_grad;
+at::Tensor Target::few_tokens(const FewTokens& few, const KeyValueCache& cache, int64_t layers, const std::vector<int64_t>& layer_ids, std::vector<at::Tensor>& states_bh) const {
   const Weights& w = *weights_;
   const TargetConfig& config = w.config;
-  SF_CHECK(w.final_norm_h.defined() && w.head_vh.defined(), "a step needs all {} layers and the head", config.num_hidden_layers);
-  SF_CHECK(ids_b.dim() == 1 && ids_b.size(0) == cache.rows, "{} tokens for a cache of {} sequences", ids_b.sizes().vec(), cache.rows);
+  const at::Tensor &ids_b = few.ids_b, &positions_b = few.positions_b;
   at::Tensor x_bh = at::embedding(w.embedding_vh, ids_b);
   const at::Tensor half_bf = positions_b.to(at::kFloat).unsqueeze(1) * w.inverse_frequencies;
   // Rounded as forward() rounds them.
   const at::Tensor cos_bf = (half_bf.cos() * config.rope.attention_scaling).to(x_bh.scalar_type()).to(at::kFloat);
   const at::Tensor sin_bf = (half_bf.sin() * config.rope.attention_scaling).to(x_bh.scalar_type()).to(at::kFloat);
   at::Tensor normed_bh = norm(x_bh, w.layers.front().input_norm_h, config.rms_norm_eps);
-  for (size_t i = 0; i < w.layers.size(); ++i) {
+  for (size_t i = 0; i < static_cast<size_t>(layers); ++i) {
     const Layer& layer = w.layers[i];
     const at::Tensor attended_bx = decode_attention({.qkv_bx = skinny_linear(normed_bh, layer.qkv_weight, layer.qkv_bias),
                                                      .query_heads = config.num_attention_heads,
@@ -360,13 +361,30 @@ at::Tensor Target::decode_step(const at::Tensor& ids_b, const at::Tensor& positi
                                                      .sin_bf = sin_bf,
                                                      .positions_b = positions_b,
                                                      .keys_bmce = cache.keys_bmtd[i],
-                                                     .values_bmce = cache.values_bmtd[i]});
+                                                     .values_bmce = cache.values_bmtd[i],
+                                                     .tokens = few.tokens,
+                                                     .cache_rows = few.cache_rows});
     std::tie(x_bh, normed_bh) = add_and_norm(x_bh, skinny_linear(attended_bx, layer.output_weight, layer.output_bias), layer.post_norm_h, config.rms_norm_eps);
-    const at::Tensor active_bi = decode_gate(skinny_linear(normed_bh, layer.gate_up_weight, layer.gate_up_bias));
-    const at::Tensor& next_norm_h = i + 1 < w.layers.size() ? w.layers[i + 1].input_norm_h : w.final_norm_h;
+    const at::Tensor active_bi = is_skinny(normed_bh, layer.gate_up_weight)
+                                     ? skinny_gate(normed_bh, layer.gate_up_weight, layer.gate_up_bias)
+                                     : decode_gate(skinny_linear(normed_bh, layer.gate_up_weight, layer.gate_up_bias));
+    // The last layer of a target of which not all were loaded has no norm behind it; what comes out of this one means nothing then.
+    const at::Tensor& next_norm_h = i + 1 < w.layers.size() ? w.layers[i + 1].input_norm_h : w.final_norm_h.defined() ? w.final_norm_h : layer.input_norm_h;
     std::tie(x_bh, normed_bh) = add_and_norm(x_bh, skinny_linear(active_bi, layer.down_weight, layer.down_bias), next_norm_h, config.rms_norm_eps);
+    for (size_t j = 0; j < layer_ids.size(); ++j) {
+      if (layer_ids[j] == static_cast<int64_t>(i)) states_bh[j] = x_bh;
+    }
   }
-  return skinny_linear(normed_bh, w.head_vh, {});
+  return normed_bh;
+}
+
+at::Tensor Target::decode_step(const at::Tensor& ids_b, const at::Tensor& positions_b, const KeyValueCache& cache) const {
+  const at::NoGradGuard no_grad;
+  const Weights& w = *weights_;
+  SF_CHECK(w.final_norm_h.defined() && w.head_vh.defined(), "a step needs all {} layers and the head", w.config.num_hidden_layers);
+  SF_CHECK(ids_b.dim() == 1 && ids_b.size(0) == cache.rows, "{} tokens for a cache of {} sequences", ids_b.sizes().vec(), cache.rows);
+  std::vector<at::Tensor> no_states;
+  return skinny_linear(few_tokens({.ids_b = ids_b, .positions_b = positions_b}, cache, w.config.num_hidden_layers, {}, no_states), w.head_vh, {});
 }
 
 TargetStates Target::forward(const TargetRequest& request) const {
@@ -401,10 +419,27 @@ TargetStates Target::forward(const TargetRequest& request) const {
 
   TargetStates states;
   states.layers_bth.resize(request.layer_ids.size());
+  // Few tokens behind what a cache holds: all of it in few passes over memory.
+  if (request.cache != nullptr && b * t <= kSkinnyRows && b * t > 0 && can_decode_few(w.embedding_vh, d)) {
+    const CachePlace place = place_in_cache(request, config, w.embedding_vh, /*is_masked=*/false);
+    std::vector<at::Tensor> states_bh(request.layer_ids.size());
+    at::Tensor last = few_tokens({.ids_b = request.input_ids_bt.to(w.embedding_vh.device()).reshape({b * t}),
+                                  .positions_b = place.positions_bt.reshape({b * t}),
+                                  .tokens = t,
+                                  .cache_rows = place.rows},
+                                 *request.cache, layers_run, request.layer_ids, states_bh);
+    for (size_t j = 0; j < states_bh.size(); ++j) states.layers_bth[j] = states_bh[j].view({b, t, -1});
+    if (request.logits) {
+      const at::Tensor asked = request.logit_places_r.defined() ? last.index_select(0, request.logit_places_r.to(last.device())) : last.view({b, t, -1});
+      states.logits_btv = skinny_linear(asked, w.head_vh, {});
+    }
+    if (request.last_state) states.last_state_bth = last.view({b, t, -1});
+    return states;
+  }
   at::Tensor x_bth = at::embedding(w.embedding_vh, request.input_ids_bt.to(w.embedding_vh.device()));
   // Angles in float32; cos and sin are rounded once, to the type of computation.
   std::optional<CachePlace> place;
-  if (request.cache != nullptr) place = place_in_cache(request, config, x_bth);
+  if (request.cache != nullptr) place = place_in_cache(request, config, x_bth, /*is_masked=*/true);
   // [t, r], or [b, 1, t, r] when each sequence has positions of its own.
   const at::Tensor positions = place ? place->positions_bt.unsqueeze(1).to(at::kFloat) : at::arange(t, w.inverse_frequencies.options());
   const at::Tensor half_tr = positions.unsqueeze(-1) * w.inverse_frequencies;

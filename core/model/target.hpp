@@ -95,6 +95,14 @@ class Target {
 
  private:
   struct Weights;
+  // Rows of a pass whose attention reads a cache: `tokens` of each sequence side by side.
+  struct FewTokens {
+    at::Tensor ids_b, positions_b;
+    int64_t tokens = 1;
+    std::vector<int64_t> cache_rows = {};  // empty: all, in order
+  };
+  /// What the head multiplies, [b, h]; states_bh[j] is what layer layer_ids[j] leaves.
+  at::Tensor few_tokens(const FewTokens& few, const KeyValueCache& cache, int64_t layers, const std::vector<int64_t>& layer_ids, std::vector<at::Tensor>& states_bh) const;
   explicit Target(std::unique_ptr<Weights> weights);
   std::unique_ptr<Weights> weights_;
 };
