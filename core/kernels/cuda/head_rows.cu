@@ -208,21 +208,19 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
     for (int i = 0; i < kAtOnce; ++i) {
       const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
       if (c < a.v) {
-        float largest = most;
+        const float before = most;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           if (!kPlain) {
             x[i][n] = transform(x[i][n], a.multiplier, a.softcap);
           }
-          largest = fmaxf(largest, x[i][n]);  // NaN is no largest
-        }
-        if (largest > most) {  // few of a thread's vectors hold a new one
-#pragma unroll
-          for (int n = N - 1; n >= 0; --n) {
-            most_column = x[i][n] == largest ? c + n : most_column;
+          if (x[i][n] > most) {
+            most = x[i][n];
+            most_column = c + n;
           }
-          sum *= exp2_fast((most - largest) * kLog2E);  // 0 the first time
-          most = largest;
+        }
+        if (most != before) {
+          sum *= exp2_fast((before - most) * kLog2E);  // 0 the first time
         }
         const float base = most == -INFINITY ? 0.0f : most;
 #pragma unroll
