@@ -85,18 +85,21 @@ look closer:
 
 def table(results: list, host: str) -> str:
     columns = [[""] + ["parameters", "steps", "loss untrained", "loss trained", "accept untrained", "accept trained", "accept bigram"]
-               + [f"hit rate, token {k + 1}" for k in range(max(len(r["hit_rate"]) for r in results))] + ["training tokens/s"]]
+               + [f"hit rate, token {k + 1}" for k in range(max(len(r["hit_rate"]) for r in results))]
+               + ["training tokens/s", "accept decoding", "  95 % interval", "  estimated speed-up"]]
     for r in results:
         rates = [f"{rate:.3f}" for rate in r["hit_rate"]]
+        decoded = r["decoding"]["acceptance_length"]
         columns.append([r["architecture"], f"{r['parameters'] / 1e6:.2f} M", str(r["steps"]), f"{r['loss']['before']:.3f}", f"{r['loss']['after']:.3f}",
                         *(f"{r['acceptance_length'][key]:.3f}" for key in ("before", "after", "bigram")),
-                        *(rates + ["-"] * (len(columns[0]) - 9 - len(rates))), speed(r)])
+                        *(rates + ["-"] * (len(columns[0]) - 12 - len(rates))), speed(r), f"{decoded['value']:.3f}",
+                        f"{decoded['low']:.3f} to {decoded['high']:.3f}", f"{r['decoding']['speedup_estimated']:.2f}"])
     text = "\n"
     for row in zip(*columns):
         text += f"{row[0]:<20}" + "".join(f"{cell:>26}" for cell in row[1:]) + "\n"
     text += """
-accept: acceptance length on held-out conversations, tokens per pass of the target (1 = no help); hit rate: of drafts that got so far, how many had
-this token right, too. Losses are each algorithm's own and can't be compared.
+accept: acceptance length on held-out conversations, tokens per pass of the target (1 = no help), or while decoding held-out prompts; hit rate: of
+drafts that got so far, how many had this token right, too. Losses are each algorithm's own and can't be compared.
 
 """
     for r in results:

@@ -38,7 +38,7 @@ class QuickstartAll(unittest.TestCase):
         self.assertEqual(len({run["acceptance_length"]["bigram"] for run in self.runs}), 1)  # as many tokens drafted, the same text
         header = next(line for line in self.done.stdout.splitlines() if ARCHITECTURES[0] in line and ARCHITECTURES[2] in line)
         self.assertIn(ARCHITECTURES[1], header)
-        for row in ("parameters", "loss trained", "accept trained", "hit rate, token 4", "training tokens/s"):
+        for row in ("parameters", "loss trained", "accept trained", "hit rate, token 4", "training tokens/s", "accept decoding", "95 % interval"):
             self.assertIn(row, self.done.stdout)
 
     def test_they_share_one_capture(self):
