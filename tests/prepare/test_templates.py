@@ -259,6 +259,15 @@ class Fast(unittest.TestCase):
             whole = worker.tokenizer.encode(text, add_special_tokens=False)
             self.assertEqual((one.ids.tolist(), one.offsets), (whole.ids, whole.offsets), text)
 
+    def test_a_byte_that_has_no_token_and_a_blank_of_one_library_leave_their_text_to_tokenizers(self):
+        worker = self.worker()
+        self.assertIsNone(worker.tokenizer.token_to_id("Ą"))  # byte 4
+        texts = ["before", "with \x04 in it", "behind", "é", "a blank to one library\n\u180e's"]
+        found = worker.encode_all(texts)
+        self.assertEqual([type(one).__name__ for one in found], ["Bytewise", "Encoded", "Bytewise", "Bytewise", "Encoded"])
+        for text, one in zip(texts, found):
+            self.assertEqual(one.ids.tolist(), worker.tokenizer.encode(text, add_special_tokens=False).ids, text)
+
     def test_a_faster_library_that_disagrees_is_refused_at_the_start_or_ends_the_run(self):
         from tokenizers import Tokenizer, pre_tokenizers
         other = Tokenizer.from_str(self.text)
