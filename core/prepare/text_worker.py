@@ -969,11 +969,14 @@ class TextWorker:
         return result
 
     def encode_all(self, texts) -> list:
-        """Tokens and places of each text, as the tokenizer encodes it."""
+        """Tokens and places of each text, as the tokenizer encodes it; a Skip where it raises."""
         found = self.fast.encode(texts) if self.fast and texts else [None] * len(texts)
         for k, text in enumerate(texts):
             if found[k] is None:
-                found[k] = Encoded(self.tokenizer.encode(text, add_special_tokens=False), len(text))
+                try:
+                    found[k] = Encoded(self.tokenizer.encode(text, add_special_tokens=False), len(text))
+                except Exception as error:  # it has no token for something unknown, for one
+                    found[k] = Skip("encoding", f"the tokenizer says: {error}")
             elif self.encoded % CHECKED_EVERY == 0 and self.fast.differs(text, found[k]):
                 raise Fault(f"{self.encoder}, which gives other tokens for a text that begins with {text[:60]!r}",
                             "SF_FAST_TOKENIZER=0 leaves the faster library out; please report the text and the tokenizer")
@@ -981,7 +984,10 @@ class TextWorker:
         return found
 
     def encode(self, text: str):
-        return self.encode_all([text])[0]
+        found = self.encode_all([text])[0]
+        if isinstance(found, Skip):
+            raise found
+        return found
 
     def rows(self, lines):
         """One result for each line, in order."""
@@ -997,9 +1003,15 @@ class TextWorker:
                 results.append((record, places))
                 texts.append(places[0])
             except Skip as skip:
-                results.append({"skip": skip.reason, "why": str(skip)[:300]})
+                results.append(skip)
         encoded = iter(self.encode_all(texts))
-        return [one if isinstance(one, dict) else self.row(*one, next(encoded)) for one in results]
+        for k, one in enumerate(results):
+            if not isinstance(one, Skip):
+                found = next(encoded)
+                one = results[k] = found if isinstance(found, Skip) else self.row(*one, found)
+            if isinstance(one, Skip):
+                results[k] = {"skip": one.reason, "why": str(one)[:300]}
+        return results
 
     def texts(self, lists):
         return [[self.tokenizer.decode([number], skip_special_tokens=False) for number in ids] for ids in lists]

@@ -359,6 +359,20 @@ class Records(unittest.TestCase):
         self.assertEqual([row.get("skip") for row in rows], [None, "json", "encoding", None])
         self.assertEqual(rows[0]["ids"], rows[3]["ids"])
 
+    def test_a_tokenizer_that_raises_at_one_text_skips_that_row_alone(self):
+        worker = text_worker.TextWorker({"target": str(self.place / "chatml")})
+        real = worker.tokenizer
+
+        class Picky:
+            def encode(self, text, **options):
+                if "unheard" in text:
+                    raise Exception("no token for the unknown")
+                return real.encode(text, **options)
+        worker.tokenizer, worker.fast = Picky(), None
+        rows = families.rows(worker, [json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": text}]}).encode() for text in ("b", "unheard", "c")])
+        self.assertEqual([row.get("skip") for row in rows], [None, "encoding", None])
+        self.assertEqual(rows[1]["why"], "the tokenizer says: no token for the unknown")
+
     def test_what_is_mended_is_noted(self):
         ask, say = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
         self.assertEqual(self.row({"messages": [say, ask, say]})["notes"], ["dropped-before-first-question"])
