@@ -109,3 +109,12 @@ TEST_CASE("fp8 manifest: what a gather in float8 goes with (F11, fp8/needs-gathe
   CHECK(ids(judged({gather}, {.ranks = 1})) == "fp8/gather-on-one-rank");
   CHECK_FALSE(judged({gather}, {.ranks = 1}).has_errors());
 }
+
+TEST_CASE("fp8 manifest: EAGLE3 is told that scales by row keep its acceptance (fp8/unrolled-wants-rows)") {
+  const Diagnostics found = judged({"algorithm.name=\"eagle3\""});
+  CHECK(ids(found) == "fp8/unrolled-wants-rows");
+  CHECK_FALSE(found.has_errors());
+  CHECK(says(found, "fix:  plugin.fp8.scaling = \"row\""));
+  CHECK(ids(judged({"algorithm.name=\"eagle3\"", "plugin.fp8.scaling=\"row\""})) == "");
+  CHECK(ids(judged({"algorithm.name=\"dspark\""})) == "");
+}
