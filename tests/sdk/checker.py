@@ -8,6 +8,7 @@ import os
 import pathlib
 import re
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -83,6 +84,38 @@ def a_library_without_the_sdk_flags_is_told_which():
     expect(found["static/search-path"]["text"], "/opt/somewhere")
 
 
+def without_needed(library, name):
+    """The bytes of a 64-bit ELF file with its need of `name` made a tag that says nothing (DT_DEBUG)."""
+    data = bytearray(library.read_bytes())
+    place, = struct.unpack_from("<Q", data, 32)
+    size, count = struct.unpack_from("<HH", data, 54)
+    segments = [struct.unpack_from("<IIQQQQ", data, place + i * size) for i in range(count)]
+    offset_of = lambda address: next(offset + address - start for kind, _, offset, start, _, length in segments if kind == 1 and start <= address < start + length)  # noqa: E731
+    _, _, at, _, _, length = next(segment for segment in segments if segment[0] == 2)
+    entries = [(at + i, *struct.unpack_from("<QQ", data, at + i)) for i in range(0, length, 16)]
+    texts = offset_of(next(value for _, tag, value in entries if tag == 5))
+    for entry, tag, value in entries:
+        if tag == 1 and data[texts + value:].startswith(name.encode()):
+            struct.pack_into("<Q", data, entry, 21)
+            return bytes(data)
+    raise AssertionError(f"{library} does not need {name}")
+
+
+def a_libstdcxx_inside_is_told_and_one_that_libtorch_brings_is_none():
+    if not (HOST / "fake_draft.so").exists():
+        print("        without LibTorch there are no plugins of tier torch_cxx to look at")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        plugin = pathlib.Path(folder) / "fake_draft.so"
+        plugin.write_bytes(without_needed(HOST / "fake_draft.so", "libstdc++"))
+        assert "libstdc++" not in subprocess.run(["readelf", "-d", plugin], capture_output=True, text=True).stdout
+        check(plugin, "--only", "static/libraries")
+        with plugin.open("ab") as file:
+            file.write(b"terminate called after throwing an instance of '")
+        _, found = results(plugin, "--only", "static/libraries", code=1)
+        expect(found["static/libraries"]["text"], "a libstdc++ of its own", "-static-libstdc++")
+
+
 def what_should_have_been_refused_is_told():
     if not (HOST / "fake_draft.so").exists():
         print("        without LibTorch there are no algorithms to look at")
@@ -127,4 +160,5 @@ def mistakes_on_the_command_line_are_told():
 if __name__ == "__main__":
     tiny.run_cases([a_good_tracker_passes_and_the_last_line_counts, a_crash_is_a_failed_check_and_the_others_go_on, a_hang_is_a_failed_check_within_its_limit,
                     what_is_thrown_is_told, a_file_that_the_host_refuses_is_not_opened, a_library_without_the_sdk_flags_is_told_which,
+                    a_libstdcxx_inside_is_told_and_one_that_libtorch_brings_is_none,
                     what_should_have_been_refused_is_told, nothing_is_left_behind, mistakes_on_the_command_line_are_told])
