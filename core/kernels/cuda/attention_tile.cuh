@@ -141,15 +141,7 @@ __device__ inline void multiply_registers(float (&c)[8][4], const uint32_t (&a)[
                : SF_TILES_8(c, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// c [64, 64] = (adds ? c : 0) + a b, a from registers, b from shared memory, k along its columns.
-__device__ inline void multiply_registers_by_columns(float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " SF_REGISTERS_32 ", {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
-      : SF_TILES_8(c, 0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)));
-}
-// c [64, 128] += a b, a from registers, b from shared memory, k along its rows.
+// The same for 128 columns.
 __device__ inline void multiply_registers(float (&c)[16][4], const uint32_t (&a)[4], uint64_t b) {
   asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " SF_REGISTERS_64 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
                : SF_TILES_8(c, 0), SF_TILES_8(c, 8)

@@ -112,9 +112,6 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
 
   const float scale = a.scale * kLog2E;
   float result[E / 8][4] = {};
-#if SF_WGMMA
-  uint32_t query[E / 16][4], grad[E / 16][4];  // left operands of all tiles: from registers, as shared memory has no bandwidth left
-#endif
   for (int i = 0; i < tiles.count(); ++i) {
     const int stage = i & 1, key0 = tiles.begin(i);
     const bool own = tiles.is_own(i);
@@ -130,26 +127,17 @@ __global__ void __launch_bounds__(kThreads, 2) query_kernel(const __grid_constan
     const uint32_t key_tile = shared_address(shared.key[stage]), value_tile = shared_address(shared.value[stage]);
     float score[kKeys / 8][4], slope[kKeys / 8][4];
 #if SF_WGMMA
-    if (i == 0) {
-#pragma unroll
-      for (int k = 0; k < E / 16; ++k) {
-        Tile<E, kFlat>::load_a(query[k], query_tile, row0, k * 16, lane);
-        Tile<E, kFlat>::load_a(grad[k], grad_tile, row0, k * 16, lane);
-      }
-      settle(query);
-      settle(grad);
-    }
     settle(score);
     settle(slope);
     products_begin();
 #pragma unroll
-    for (int k = 0; k < E / 16; ++k) {
-      multiply_registers_by_columns(score, query[k], Tile<E, kKeys>::by_columns(key_tile, 0, k * 16), k > 0);
+    for (int k = 0; k < E; k += 16) {
+      multiply_shared(score, Tile<E, kFlat>::by_columns(query_tile, 0, k), Tile<E, kKeys>::by_columns(key_tile, 0, k), k > 0);
     }
     products_commit();
 #pragma unroll
-    for (int k = 0; k < E / 16; ++k) {
-      multiply_registers_by_columns(slope, grad[k], Tile<E, kKeys>::by_columns(value_tile, 0, k * 16), k > 0);
+    for (int k = 0; k < E; k += 16) {
+      multiply_shared(slope, Tile<E, kFlat>::by_columns(grad_tile, 0, k), Tile<E, kKeys>::by_columns(value_tile, 0, k), k > 0);
     }
     products_commit();
     products_wait<1>();  // exponentials are formed while the second product runs
