@@ -1,4 +1,4 @@
-"""Fifteen chat formats: rendered text, ids and offsets as transformers gives them (expected.json), and masks as a person would draw them. About 8 s."""
+"""Fifteen chat formats: rendered text, ids and offsets as transformers gives them (expected.json), and masks as a person would draw them; and fastokens beside tokenizers."""
 import itertools
 import json
 import os
@@ -193,16 +193,20 @@ class Fast(unittest.TestCase):
     }
     LETTERS = list("aZétslrem  \n\t\r'’.,(-_5 9\u00a0\u3000日本é́🙂ß/\\]`\u200b\u0301\x1c\x85½") + ["'s", "'LL", " \n", "\n\n", "  ", "the", "ing", "->", "<|im_start|>"]
 
-    def setUp(self):
-        self.place = Path(tempfile.mkdtemp(prefix="sf-fast-"))
-        self.addCleanup(shutil.rmtree, self.place)
-        families.write_folders(self.place, ("chatml",))
-        self.file = self.place / "chatml/tokenizer.json"
-        known = json.loads(self.file.read_text(encoding="utf-8"))  # less of it is read faster
+    @classmethod
+    def setUpClass(cls):
+        cls.place = Path(tempfile.mkdtemp(prefix="sf-fast-"))
+        families.write_folders(cls.place, ("chatml",))
+        cls.file = cls.place / "chatml/tokenizer.json"
+        known = json.loads(cls.file.read_text(encoding="utf-8"))  # less of it is read faster
         model, added = known["model"], {token["content"] for token in known["added_tokens"]}
         model["vocab"] = {token: number for token, number in model["vocab"].items() if number < 2000 or token in added}
         model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
-        self.text = json.dumps(known)
+        cls.text = json.dumps(known)
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.place)
 
     def worker(self, change=lambda tokenizer: None, **settings):
         from tokenizers import Tokenizer
