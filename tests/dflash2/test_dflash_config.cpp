@@ -235,7 +235,7 @@ TEST_CASE("description: a sample has as many slots as anchors at most, with stat
   sf::Description description = algorithm.describe(facts);
   CHECK(description.slots == 0);
   CHECK(description.slots_at_most == 24);
-  CHECK(description.head_rows_at_most == 128 * 3);
+  CHECK(description.head_rows_at_most == 512);   // 128 blocks of 3 guesses, in whole tiles of 256 rows
   facts.static_shapes = true;
   description = algorithm.describe(facts);
   CHECK(description.slots == 24);
