@@ -75,9 +75,10 @@ void count_codec(const Description& description, const Sharding& sharding, const
   std::vector<UnitSpec> plain = description.units;
   std::map<std::string, std::pair<int64_t, int64_t>> groups;  // elements that are carried, and others
   for (const Transforms::Member& member : transforms.members()) {
-    for (size_t l = 0; l < member.taken.size() && member.transform->memory().is_gathered; ++l) {
+    const bool is_gathered = member.transform->memory().is_gathered;
+    for (size_t l = 0; l < member.taken.size(); ++l) {
       const LinearSpec& linear = transforms.linears()[l];
-      if (member.taken[l]) {
+      if (is_gathered && member.taken[l]) {
         plain[static_cast<size_t>(linear.unit_index)].parameters[static_cast<size_t>(linear.parameter)].shape = {0, linear.inputs};
         groups[linear.shard_group].first += linear.inputs * linear.outputs;
       }
