@@ -126,6 +126,21 @@ class GlooComm final : public RankComm {
     return std::make_unique<Done>();
   }
 
+  std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label,
+                                          Channel channel) override {
+    check_runs(runs, staging, part.numel(), -1, part.scalar_type(), std::string(label));
+    auto work = all_gather(staging, part, label, channel);
+    copy_to_runs(runs, staging);
+    return work;
+  }
+
+  std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                Channel channel) override {
+    check_runs(own, whole, part.numel(), rank(), at::kFloat, std::string(label));
+    copy_from_runs(whole, own);
+    return reduce_scatter(part, whole, label, channel);
+  }
+
   std::unique_ptr<CommWork> all_reduce(const at::Tensor& tensor, Reduction reduction, std::string_view label, Channel channel) override {
     const std::string name = count("all_reduce", label);
     SF_CHECK(tensor.is_contiguous(), "{}: tensors of a collective are contiguous", name);

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <string>
@@ -98,7 +99,7 @@ class Work final : public CommWork {
 };
 
 using PeerHandle = std::array<unsigned char, SF_PEER_HANDLE_BYTES>;
-constexpr int64_t kPeersMost = 16;
+constexpr int64_t kPeersMost = SF_PEERS_MOST;
 constexpr int64_t kPeerAlignment = 16;  // bytes, of a part in the sum's kernel
 
 class NcclComm final : public RankComm {
@@ -133,12 +134,40 @@ class NcclComm final : public RankComm {
     }
     return issue(name, api_.all_gather, channel, {.out = whole.data_ptr(), .in = part.const_data_ptr(), .count = part.nbytes(), .type = SF_NCCL_BYTES}, {whole, part});
   }
+  std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label,
+                                          Channel channel) override {
+    const std::string name = count("all_gather", label);
+    check_parts(staging, part, size(), name);
+    check_runs(runs, staging, part.numel(), -1, part.scalar_type(), name);
+    if (const Shared* shared = shared_memory_of(part)) {
+      return gather_from_peers(name, runs, part, *shared, channel);
+    }
+    return issue(name, api_.all_gather, channel, {.out = staging.data_ptr(), .in = part.const_data_ptr(), .count = part.nbytes(), .type = SF_NCCL_BYTES}, {staging, part},
+                 [runs, staging] {
+                   at::NoGradGuard no_grad;
+                   copy_to_runs(runs, staging);
+                 });
+  }
   std::unique_ptr<CommWork> reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label, Channel channel) override {
+    return reduce_scatter_from({}, part, whole, label, channel);
+  }
+  std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                Channel channel) override {
     const std::string name = count("reduce_scatter", label);
     check_parts(whole, part, size(), name, /*may_be_wide=*/true);
+    check_runs(own, whole, part.numel(), rank(), at::kFloat, name);
     const bool can_be_summed = part.scalar_type() == at::kFloat && static_cast<int64_t>(whole.nbytes()) / size() % kPeerAlignment == 0;
-    if (const Shared* shared = can_be_summed ? shared_memory_of(whole) : nullptr) {
-      return sum_from_peers(name, part, whole, *shared, channel);
+    const Shared* shared = can_be_summed ? shared_memory_of(whole) : nullptr;
+    const bool are_aligned = std::all_of(own.begin(), own.end(), [&](const PartRun& run) {
+      return reinterpret_cast<uintptr_t>(run.memory.const_data_ptr()) % kPeerAlignment == 0 && run.place * static_cast<int64_t>(whole.element_size()) % kPeerAlignment == 0;
+    });
+    const bool is_added_as_it_is = shared != nullptr && are_aligned;
+    if (!is_added_as_it_is) {
+      at::NoGradGuard no_grad;
+      copy_from_runs(whole, own);
+    }
+    if (shared != nullptr) {
+      return sum_from_peers(name, is_added_as_it_is ? own : std::vector<PartRun>(), part, whole, *shared, channel);
     }
     const at::Tensor narrow = part.scalar_type() == whole.scalar_type() ? part : at::empty(part.sizes(), whole.options());
     return issue(name, api_.reduce_scatter, channel,
@@ -285,6 +314,24 @@ class NcclComm final : public RankComm {
     return nullptr;
   }
 
+  // Straight to where the runs' memory is: nothing comes through a buffer.
+  std::unique_ptr<CommWork> gather_from_peers(const std::string& name, const std::vector<PartRun>& runs, const at::Tensor& part, const Shared& shared, Channel channel) {
+    const auto* own = static_cast<const char*>(part.const_data_ptr());
+    const auto element = static_cast<int64_t>(part.element_size());
+    std::vector<sf_peer_copy> copies;
+    std::vector<at::Tensor> tensors = {part};
+    for (int64_t step = 1; step <= size(); ++step) {
+      const int64_t peer = (rank() + step) % size();
+      for (const PartRun& run : runs) {
+        if (run.memory.numel() > 0 && run.place / part.numel() == peer) {
+          const char* from = shared.of_rank[static_cast<size_t>(peer)] + (own - shared.begin) + (run.place - peer * part.numel()) * element;
+          copies.push_back({.to = run.memory.data_ptr(), .from = from, .bytes = run.memory.nbytes()});
+          tensors.push_back(run.memory);
+        }
+      }
+    }
+    return exchange(name, channel, {.copies = copies.data(), .copies_count = static_cast<int>(copies.size())}, std::move(tensors));
+  }
   // Each rank begins with the one after it, so that no memory is read by all at once.
   std::unique_ptr<CommWork> gather_from_peers(const std::string& name, const at::Tensor& whole, const at::Tensor& part, const Shared& shared, Channel channel) {
     const auto* own = static_cast<const char*>(part.const_data_ptr());
@@ -301,7 +348,9 @@ class NcclComm final : public RankComm {
     return exchange(name, channel, {.copies = copies.data(), .copies_count = static_cast<int>(copies.size())}, {whole, part});
   }
 
-  std::unique_ptr<CommWork> sum_from_peers(const std::string& name, const at::Tensor& part, const at::Tensor& whole, const Shared& shared, Channel channel) {
+  // `runs`: of the own share, in float32; none: it is in `whole`.
+  std::unique_ptr<CommWork> sum_from_peers(const std::string& name, const std::vector<PartRun>& runs, const at::Tensor& part, const at::Tensor& whole, const Shared& shared,
+                                           Channel channel) {
     const auto* own = static_cast<const char*>(whole.const_data_ptr());
     const size_t bytes = whole.nbytes() / static_cast<size_t>(size()), place = static_cast<size_t>(rank()) * bytes;
     at::Tensor& received = of(channel) == main_ ? received_ : received_beside_;
@@ -312,17 +361,32 @@ class NcclComm final : public RankComm {
     }
     auto* free = static_cast<char*>(received.data_ptr());
     std::vector<sf_peer_copy> copies;
-    std::vector<const void*> parts(static_cast<size_t>(size()), own + place);
+    std::vector<const char*> parts(static_cast<size_t>(size()), own + place);
     for (int64_t step = 1; step < size(); ++step) {
       const auto peer = static_cast<size_t>((rank() + step) % size());
       copies.push_back({.to = free, .from = shared.of_rank[peer] + (own - shared.begin) + place, .bytes = bytes});
       parts[peer] = free;
       free += bytes;
     }
+    std::vector<at::Tensor> tensors = {part, whole};
+    std::vector<sf_peer_sum> sums;
+    if (runs.empty()) {
+      sums.push_back({.sum = part.data_ptr<float>(), .parts = {}, .parts_count = static_cast<int>(size()), .float_part = -1, .elements = static_cast<uint64_t>(part.numel())});
+      std::copy(parts.begin(), parts.end(), sums.back().parts);
+    }
+    for (const PartRun& run : runs) {
+      const int64_t offset = run.place - rank() * part.numel();
+      sums.push_back({.sum = part.data_ptr<float>() + offset, .parts = {}, .parts_count = static_cast<int>(size()), .float_part = static_cast<int>(rank()),
+                      .elements = static_cast<uint64_t>(run.memory.numel())});
+      for (size_t r = 0; r < parts.size(); ++r) {
+        sums.back().parts[r] = static_cast<int64_t>(r) == rank() ? run.memory.const_data_ptr() : parts[r] + offset * static_cast<int64_t>(whole.element_size());
+      }
+      tensors.push_back(run.memory);
+    }
     return exchange(name, channel,
-                    {.copies = copies.data(), .copies_count = static_cast<int>(copies.size()), .sum = part.data_ptr<float>(), .parts = parts.data(),
-                     .parts_count = static_cast<int>(parts.size()), .elements = static_cast<uint64_t>(part.numel()), .type = type_code(whole, name)},
-                    {part, whole});
+                    {.copies = copies.data(), .copies_count = static_cast<int>(copies.size()), .sums = sums.data(), .sums_count = static_cast<int>(sums.size()),
+                     .type = type_code(whole, name)},
+                    std::move(tensors));
   }
 
   std::unique_ptr<CommWork> exchange(const std::string& name, Channel channel, sf_peer_exchange call, std::vector<at::Tensor> tensors) {

@@ -293,9 +293,13 @@ int open_memory(sf_nccl* self, const void* handle, void** data, char* problem, s
 
 sf_nccl_work* exchange(sf_nccl* self, const sf_peer_exchange* call, char* problem, size_t bytes) {
   return run(self, call, problem, bytes, [&] {
-    const sf::PeerSum sum = {.sum = call->sum, .parts = call->parts, .count = call->parts_count, .elements = call->elements,
-                             .is_bfloat16 = call->type == SF_NCCL_BFLOAT16};
-    self->peers->exchange(reinterpret_cast<const sf::PeerCopy*>(call->copies), call->copies_count, call->sum != nullptr ? &sum : nullptr, self->stream);
+    std::vector<sf::PeerSum> sums;
+    for (int i = 0; i < call->sums_count; ++i) {
+      const sf_peer_sum& sum = call->sums[i];
+      sums.push_back({.sum = sum.sum, .parts = sum.parts, .count = sum.parts_count, .elements = sum.elements, .is_bfloat16 = call->type == SF_NCCL_BFLOAT16,
+                      .float_part = sum.float_part});
+    }
+    self->peers->exchange(reinterpret_cast<const sf::PeerCopy*>(call->copies), call->copies_count, sums, self->stream);
   });
 }
 

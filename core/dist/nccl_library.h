@@ -34,16 +34,24 @@ typedef struct sf_peer_copy {
   uint64_t bytes;
 } sf_peer_copy;
 
-/* What each rank copies from the others' memory once all have come this far; then, when `sum` is not null, sum[i] = parts[0][i] + parts[1][i] + ..., in
- * float32. It is done when all ranks have copied. */
+enum { SF_PEERS_MOST = 16 };
+
+/* sum[i] = parts[0][i] + parts[1][i] + ..., in this order, in float32. Parts are of the exchange's type, the one of number float_part is float32; -1: none. */
+typedef struct sf_peer_sum {
+  float* sum;
+  const void* parts[SF_PEERS_MOST];
+  int parts_count;
+  int float_part;
+  uint64_t elements;
+} sf_peer_sum;
+
+/* What each rank copies from the others' memory once all have come this far; then the sums, if there are any. It is done when all ranks have copied. */
 typedef struct sf_peer_exchange {
   const sf_peer_copy* copies;
   int copies_count;
-  float* sum;
-  const void* const* parts;
-  int parts_count;
-  uint64_t elements;  /* of the sum */
-  int type;           /* of the parts: SF_NCCL_FLOAT32 or SF_NCCL_BFLOAT16 */
+  const sf_peer_sum* sums;
+  int sums_count;
+  int type;           /* of the sums' parts: SF_NCCL_FLOAT32 or SF_NCCL_BFLOAT16 */
   void* stream;       /* cudaStream_t: starts after what it has queued */
 } sf_peer_exchange;
 

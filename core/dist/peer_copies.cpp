@@ -114,16 +114,16 @@ void PeerCopies::wait_for_all(int words, cudaStream_t stream) {
   }
 }
 
-void PeerCopies::exchange(const PeerCopy* copies, int count, const PeerSum* sum, cudaStream_t stream) {
+void PeerCopies::exchange(const PeerCopy* copies, int count, const std::vector<PeerSum>& sums, cudaStream_t stream) {
   ++number_;
   check(driver().write(stream, address(flags_ + 2 * size_), number_, CU_STREAM_WRITE_VALUE_DEFAULT), "writing a flag");
   wait_for_all(0, stream);
   for (int i = 0; i < count; ++i) {
     check(cudaMemcpyAsync(copies[i].to, copies[i].from, copies[i].bytes, cudaMemcpyDeviceToDevice, stream), "copying from another GPU");
   }
-  if (sum != nullptr) {
-    if (const char* problem = cuda::sum_parts({.sum = sum->sum, .parts = sum->parts, .count = sum->count, .elements = static_cast<int64_t>(sum->elements),
-                                               .is_bfloat16 = sum->is_bfloat16}, stream)) {
+  for (const PeerSum& sum : sums) {
+    if (const char* problem = cuda::sum_parts({.sum = sum.sum, .parts = sum.parts, .count = sum.count, .elements = static_cast<int64_t>(sum.elements),
+                                               .is_bfloat16 = sum.is_bfloat16, .float_part = sum.float_part}, stream)) {
       throw std::runtime_error(problem);
     }
   }

@@ -35,7 +35,8 @@ struct PeerSum {
   const void* const* parts;
   int count;
   uint64_t elements;
-  bool is_bfloat16;   // parts; else float32
+  bool is_bfloat16;     // parts; else float32
+  int float_part = -1;  // number of one that is float32 all the same; -1: none
 };
 
 class PeerCopies {
@@ -54,8 +55,8 @@ class PeerCopies {
   /// The flags of every rank, as opened here (own ones as they are), in rank order. Once, before the first exchange.
   void meet(std::vector<void*> flags_of_ranks);
 
-  /// Enqueues: all ranks have come this far; the copies; the sum, if there is one; all ranks have copied. Same calls on all ranks, on one stream.
-  void exchange(const PeerCopy* copies, int count, const PeerSum* sum, cudaStream_t stream);
+  /// Enqueues: all ranks have come this far; the copies; the sums, if there are any; all ranks have copied. Same calls on all ranks, on one stream.
+  void exchange(const PeerCopy* copies, int count, const std::vector<PeerSum>& sums, cudaStream_t stream);
   /// Whatever a stream waits for has come. The results of what is in flight mean nothing any more. By any thread.
   void give_up();
 

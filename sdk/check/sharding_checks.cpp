@@ -165,6 +165,14 @@ class FailingComm final : public Comm {
   std::unique_ptr<CommWork> broadcast(const at::Tensor& tensor, std::int64_t root, std::string_view label, Channel channel) override {
     return issue([&] { return inner_.broadcast(tensor, root, label, channel); });
   }
+  std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label,
+                                          Channel channel) override {
+    return issue([&] { return inner_.all_gather_to(runs, staging, part, label, channel); });
+  }
+  std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                Channel channel) override {
+    return issue([&] { return inner_.reduce_scatter_from(own, part, whole, label, channel); });
+  }
   void open_reduction_channel() override { inner_.open_reduction_channel(); }
   void register_buffer(const at::Tensor& buffer) override { inner_.register_buffer(buffer); }
   std::vector<std::string> gather_texts(const std::string& text, std::string_view label) override { return inner_.gather_texts(text, label); }

@@ -10,12 +10,54 @@
 
 namespace sf::testing {
 
+namespace {
+
+// `whole` with what the runs hold in their places.
+at::Tensor with_runs(const at::Tensor& whole, const std::vector<PartRun>& runs) {
+  const at::Tensor filled = whole.clone();
+  for (const PartRun& run : runs) {
+    filled.narrow(0, run.place, run.memory.numel()).copy_(run.memory.view({-1}));
+  }
+  return filled;
+}
+
+void check_reduction(const at::Tensor& part, const at::Tensor& whole, int64_t ranks, std::string_view label) {
+  if (whole.numel() != ranks * part.numel() || !whole.is_contiguous() || !part.is_contiguous() ||
+      (whole.scalar_type() != part.scalar_type() && !(whole.scalar_type() == at::kBFloat16 && part.scalar_type() == at::kFloat))) {
+    throw std::logic_error("reduce_scatter " + std::string(label) + ": sizes or types do not fit");
+  }
+}
+
+// Each contiguous, of the type, inside one rank's part; none over another.
+void check_runs(const std::vector<PartRun>& runs, int64_t part, int64_t ranks, at::ScalarType type, const std::string& name) {
+  std::vector<std::pair<int64_t, int64_t>> places;
+  for (const PartRun& run : runs) {
+    const int64_t end = run.place + run.memory.numel();
+    if (!run.memory.is_contiguous() || run.memory.scalar_type() != type || run.place < 0 || end > ranks * part || (end > run.place && run.place / part != (end - 1) / part)) {
+      throw std::logic_error(name + ": a run does not fit");
+    }
+    places.emplace_back(run.place, end);
+  }
+  std::sort(places.begin(), places.end());
+  for (size_t i = 1; i < places.size(); ++i) {
+    if (places[i].first < places[i - 1].second) {
+      throw std::logic_error(name + ": runs overlap");
+    }
+  }
+}
+
+bool is_same(const at::Tensor& a, const at::Tensor& b) {  // NaN where NaN is, too
+  return at::equal(a, b) || (a.is_floating_point() && at::equal(at::nan_to_num(a), at::nan_to_num(b)) && at::equal(at::isnan(a), at::isnan(b)));
+}
+
+}  // namespace
+
 class FakeWork final : public CommWork {
  public:
   FakeWork(FakeComm& comm, std::shared_ptr<FakeHub::Operation> operation, std::string kind, std::string label, at::Tensor input,
-           at::Tensor output, int64_t root, bool is_max)
+           at::Tensor output, int64_t root, bool is_max, std::vector<PartRun> runs)
       : comm_(comm), operation_(std::move(operation)), kind_(std::move(kind)), label_(std::move(label)), input_(std::move(input)),
-        output_(std::move(output)), root_(root), is_max_(is_max) {}
+        output_(std::move(output)), root_(root), is_max_(is_max), runs_(std::move(runs)) {}
 
   void wait() override {
     at::NoGradGuard no_grad;
@@ -23,11 +65,17 @@ class FakeWork final : public CommWork {
     comm_.events.push_back("wait " + kind_ + " " + label_);
     comm_.reductions_in_flight -= kind_ == "reduce_scatter" ? 1 : 0;
     const auto& inputs = operation_->inputs;
-    if (!at::equal(input_, inputs[static_cast<size_t>(comm_.rank_)])) {
+    if (!is_same(kind_ == "reduce_scatter" ? with_runs(input_, runs_) : input_, inputs[static_cast<size_t>(comm_.rank_)])) {
       throw std::logic_error("the input of " + kind_ + " " + label_ + " changed while it was in flight");
     }
     if (kind_ == "all_gather") {
       output_.copy_(at::cat(inputs, 0));
+      for (const PartRun& run : runs_) {
+        run.memory.view({-1}).copy_(output_.narrow(0, run.place, run.memory.numel()));
+      }
+      if (!runs_.empty()) {
+        output_.fill_(NAN);
+      }
     } else if (kind_ == "broadcast") {
       output_.copy_(inputs[static_cast<size_t>(root_)]);
     } else {
@@ -46,6 +94,7 @@ class FakeWork final : public CommWork {
   at::Tensor input_, output_;
   int64_t root_;
   bool is_max_;
+  std::vector<PartRun> runs_;
 };
 
 std::shared_ptr<FakeHub::Operation> FakeHub::arrive(int64_t rank, int channel, int64_t number, const std::string& what, const at::Tensor& input,
@@ -115,7 +164,7 @@ void FakeHub::run(const std::function<void(FakeComm&)>& body) {
 }
 
 std::unique_ptr<CommWork> FakeComm::issue(const char* kind, std::string_view label, Channel channel, const at::Tensor& input,
-                                          const at::Tensor& output, int64_t root, bool is_max) {
+                                          const at::Tensor& output, int64_t root, bool is_max, const std::vector<PartRun>& runs) {
   at::NoGradGuard no_grad;
   const int number = channel == Channel::reduction && separate ? 1 : 0;
   const std::string what = std::string(kind) + " " + std::string(label);
@@ -124,11 +173,17 @@ std::unique_ptr<CommWork> FakeComm::issue(const char* kind, std::string_view lab
   if (what.starts_with("reduce_scatter")) {
     most_reductions_in_flight = std::max(most_reductions_in_flight, ++reductions_in_flight);
   }
-  auto operation = hub_.arrive(rank_, number, next_[number]++, what + " " + std::to_string(input.numel()), input, "");
+  auto operation = hub_.arrive(rank_, number, next_[number]++, what + " " + std::to_string(input.numel()),
+                                kind == std::string_view("reduce_scatter") ? with_runs(input, runs) : input, "");
   if (!output.is_same(input) && output.is_floating_point()) {
     output.fill_(NAN);
   }
-  return std::make_unique<FakeWork>(*this, std::move(operation), kind, std::string(label), input, output, root, is_max);
+  for (const PartRun& run : runs) {
+    if (kind == std::string_view("all_gather")) {
+      run.memory.fill_(NAN);
+    }
+  }
+  return std::make_unique<FakeWork>(*this, std::move(operation), kind, std::string(label), input, output, root, is_max, runs);
 }
 
 std::unique_ptr<CommWork> FakeComm::all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label, Channel channel) {
@@ -139,11 +194,30 @@ std::unique_ptr<CommWork> FakeComm::all_gather(const at::Tensor& whole, const at
 }
 
 std::unique_ptr<CommWork> FakeComm::reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label, Channel channel) {
-  if (whole.numel() != size() * part.numel() || !whole.is_contiguous() || !part.is_contiguous() ||
-      (whole.scalar_type() != part.scalar_type() && !(whole.scalar_type() == at::kBFloat16 && part.scalar_type() == at::kFloat))) {
-    throw std::logic_error("reduce_scatter " + std::string(label) + ": sizes or types do not fit");
-  }
+  check_reduction(part, whole, size(), label);
   return issue("reduce_scatter", label, channel, whole, part);
+}
+
+std::unique_ptr<CommWork> FakeComm::all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label, Channel channel) {
+  check_runs(runs, part.numel(), size(), part.scalar_type(), "all_gather " + std::string(label));
+  if (staging.numel() != size() * part.numel()) {
+    throw std::logic_error("all_gather " + std::string(label) + ": sizes do not fit");
+  }
+  return issue("all_gather", label, channel, part, staging, 0, false, runs);
+}
+
+std::unique_ptr<CommWork> FakeComm::reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                        Channel channel) {
+  check_runs(own, part.numel(), size(), at::kFloat, "reduce_scatter " + std::string(label));
+  for (const PartRun& run : own) {
+    if (run.place / part.numel() != rank_) {
+      throw std::logic_error("reduce_scatter " + std::string(label) + ": a run that is not of this rank's part");
+    }
+  }
+  check_reduction(part, whole, size(), label);
+  at::NoGradGuard no_grad;
+  whole.narrow(0, rank_ * part.numel(), part.numel()).fill_(NAN);  // its own place in `whole` is not read
+  return issue("reduce_scatter", label, channel, whole, part, 0, false, own);
 }
 
 std::unique_ptr<CommWork> FakeComm::all_reduce(const at::Tensor& tensor, Reduction reduction, std::string_view label, Channel channel) {

@@ -55,6 +55,9 @@ class FakeComm final : public Comm {
   int64_t local_rank() const override { return rank_; }
   std::unique_ptr<CommWork> all_gather(const at::Tensor& whole, const at::Tensor& part, std::string_view label, Channel channel) override;
   std::unique_ptr<CommWork> reduce_scatter(const at::Tensor& part, const at::Tensor& whole, std::string_view label, Channel channel) override;
+  std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label, Channel channel) override;
+  std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                Channel channel) override;
   std::unique_ptr<CommWork> all_reduce(const at::Tensor& tensor, Reduction reduction, std::string_view label, Channel channel) override;
   std::unique_ptr<CommWork> broadcast(const at::Tensor& tensor, int64_t root, std::string_view label, Channel channel) override;
   void open_reduction_channel() override { separate = true; }
@@ -75,7 +78,7 @@ class FakeComm final : public Comm {
  private:
   friend class FakeWork;
   std::unique_ptr<CommWork> issue(const char* kind, std::string_view label, Channel channel, const at::Tensor& input,
-                                  const at::Tensor& output, int64_t root = 0, bool is_max = false);
+                                  const at::Tensor& output, int64_t root = 0, bool is_max = false, const std::vector<PartRun>& runs = {});
 
   FakeHub& hub_;
   int64_t rank_;

@@ -75,6 +75,32 @@ TEST_CASE("gloo: a reduce-scatter is the sum in rank order in float32, rounded o
   }
 }
 
+TEST_CASE("gloo: a gather goes to the memory of its runs, and a reduction takes a rank's own share from where it lies") {
+  for (const int64_t ranks : {2, 3}) {
+    check_all_fine(run_gloo({.ranks = ranks}, [&](RankComm& comm, RankGroup&) {
+      const int64_t n = 24, rank = comm.rank();
+      const at::Tensor part = values_of(rank, n), staging = at::zeros({n * ranks});
+      std::vector<PartRun> runs;
+      for (int64_t r = ranks - 1; r >= 0; --r) {  // two of each rank, the last two elements are padding
+        runs.push_back({.memory = at::zeros({2, 5}), .place = r * n});
+        runs.push_back({.memory = at::zeros({12}), .place = r * n + 10});
+      }
+      comm.all_gather_to(runs, staging, part, "runs", Channel::main)->wait();
+      for (const PartRun& run : runs) {
+        CHECK(at::equal(run.memory.view({-1}), values_of(run.place / n, n).slice(0, run.place % n, run.place % n + run.memory.numel())));
+      }
+      const at::Tensor whole = values_of(rank, n * ranks), sum = at::zeros({n});
+      const at::Tensor own = whole.slice(0, rank * n, (rank + 1) * n).clone();
+      const at::Tensor expected = sum_in_rank_order(ranks, n * ranks, at::kFloat).slice(0, rank * n, (rank + 1) * n);
+      whole.slice(0, rank * n, (rank + 1) * n).fill_(1e30);
+      comm.reduce_scatter_from({{.memory = own.slice(0, 0, 8), .place = rank * n}, {.memory = own.slice(0, 8), .place = rank * n + 8}}, sum, whole, "own", Channel::main)->wait();
+      CHECK(at::equal(sum, expected));
+      const std::vector<std::pair<std::string, int64_t>> counts = {{"all_gather runs", 1}, {"reduce_scatter own", 1}};
+      CHECK(comm.counts() == counts);
+    }));
+  }
+}
+
 TEST_CASE("gloo: an all-reduce gives the same bits on every rank for small and large tensors, sums and maxima") {
   for (const int64_t count : {1, 7, 40'000}) {
     for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {

@@ -76,6 +76,7 @@ struct Rank {
   uint16_t* whole = nullptr;   // [ranks * n]
   uint16_t* free = nullptr;    // [n] of the other rank
   float* sum = nullptr;        // [n]
+  float* share = nullptr;      // [n], what this rank adds to its own part
   std::unique_ptr<sf::PeerCopies> peers;
   const uint16_t* other = nullptr;
 
@@ -85,6 +86,7 @@ struct Rank {
     REQUIRE(cudaMalloc(reinterpret_cast<void**>(&whole), kRanks * kElements * 2) == cudaSuccess);
     REQUIRE(cudaMalloc(reinterpret_cast<void**>(&free), kElements * 2) == cudaSuccess);
     REQUIRE(cudaMalloc(reinterpret_cast<void**>(&sum), kElements * 4) == cudaSuccess);
+    REQUIRE(cudaMalloc(reinterpret_cast<void**>(&share), kElements * 4) == cudaSuccess);
     peers = std::make_unique<sf::PeerCopies>(rank, kRanks);
     const Handles own{peers->flags(), peers->handle_of(whole)};
     note(folder / ("handles" + std::to_string(rank)), {reinterpret_cast<const char*>(&own), sizeof own});
@@ -100,13 +102,20 @@ struct Rank {
     other = static_cast<const uint16_t*>(peers->open(handles.whole));
   }
 
-  // This rank's part of both wholes, added.
-  void reduce() {
+  // This rank's part of both wholes, added; `from_own`: its own share is in `share`, added in two runs.
+  void reduce(bool from_own = false) {
     const size_t place = static_cast<size_t>(rank) * kElements;
     const sf::PeerCopy copy{.to = free, .from = other + place, .bytes = kElements * 2};
-    const void* parts[kRanks] = {rank == 0 ? whole : free, rank == 0 ? free : whole + place};
-    const sf::PeerSum added{.sum = sum, .parts = parts, .count = kRanks, .elements = kElements, .is_bfloat16 = true};
-    peers->exchange(&copy, 1, &added, stream);
+    const void* mine = from_own ? static_cast<const void*>(share) : whole + place;
+    const void* parts[kRanks] = {rank == 0 ? mine : free, rank == 0 ? free : mine};
+    std::vector<sf::PeerSum> sums = {{.sum = sum, .parts = parts, .count = kRanks, .elements = kElements, .is_bfloat16 = true, .float_part = from_own ? rank : -1}};
+    constexpr size_t kFirst = 1000;  // of the first run, a multiple of 8
+    const void* rest[kRanks] = {rank == 0 ? static_cast<const void*>(share + kFirst) : free + kFirst, rank == 0 ? static_cast<const void*>(free + kFirst) : share + kFirst};
+    if (from_own) {
+      sums.front().elements = kFirst;
+      sums.push_back({.sum = sum + kFirst, .parts = rest, .count = kRanks, .elements = kElements - kFirst, .is_bfloat16 = true, .float_part = rank});
+    }
+    peers->exchange(&copy, 1, sums, stream);
   }
 };
 
@@ -147,19 +156,24 @@ TEST_CASE("peer copies: one of two processes" * doctest::skip()) {
   Rank self{.rank = std::stoi(number), .folder = std::getenv("SF_PEER_FOLDER")};
   self.meet();
   std::vector<uint16_t> filled(kRanks * kElements);
-  std::vector<float> found(kElements);
+  std::vector<float> found(kElements), fine(kElements);
   for (int round = 0; round < 20; ++round) {
     for (size_t i = 0; i < filled.size(); ++i) {
       filled[i] = bits_of(self.rank, round, i);
     }
     REQUIRE(cudaMemcpyAsync(self.whole, filled.data(), filled.size() * 2, cudaMemcpyHostToDevice, self.stream) == cudaSuccess);
-    self.reduce();
+    const bool from_own = round % 2 == 1;
+    for (size_t i = 0; i < kElements; ++i) {
+      fine[i] = value_of(bits_of(self.rank, round, static_cast<size_t>(self.rank) * kElements + i)) + 0x1p-12F;  // bfloat16 has no place for the last digit
+    }
+    REQUIRE(cudaMemcpyAsync(self.share, fine.data(), kElements * 4, cudaMemcpyHostToDevice, self.stream) == cudaSuccess);
+    self.reduce(from_own);
     REQUIRE(cudaMemcpyAsync(found.data(), self.sum, kElements * 4, cudaMemcpyDeviceToHost, self.stream) == cudaSuccess);
     REQUIRE(cudaStreamSynchronize(self.stream) == cudaSuccess);
     size_t wrong = 0;
     for (size_t i = 0; i < kElements; ++i) {
       const size_t at = static_cast<size_t>(self.rank) * kElements + i;
-      wrong += found[i] != value_of(bits_of(0, round, at)) + value_of(bits_of(1, round, at)) ? 1 : 0;
+      wrong += found[i] != value_of(bits_of(0, round, at)) + value_of(bits_of(1, round, at)) + (from_own ? 0x1p-12F : 0.0F) ? 1 : 0;
     }
     REQUIRE(wrong == 0);
   }

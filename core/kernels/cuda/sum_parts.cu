@@ -14,14 +14,22 @@ struct Parts {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) sum_parts_kernel(float* sum, const __grid_constant__ Parts parts, int count, int64_t elements) {
+__global__ void __launch_bounds__(kThreads) sum_parts_kernel(float* sum, const __grid_constant__ Parts parts, int count, int float_part, int64_t elements) {
+  const auto load_part = [&](float (&to)[kElements], int p, int64_t i) {
+    if (p == float_part) {
+      load(to, static_cast<const float*>(parts.at[p]) + i);
+    } else {
+      load(to, static_cast<const T*>(parts.at[p]) + i);
+    }
+  };
+  const auto one = [&](int p, int64_t i) { return p == float_part ? static_cast<const float*>(parts.at[p])[i] : to_float(static_cast<const T*>(parts.at[p])[i]); };
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kElements;
   for (int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kElements; i < elements; i += stride) {
     if (i + kElements <= elements) {
       float total[kElements], next[kElements];
-      load(total, static_cast<const T*>(parts.at[0]) + i);
+      load_part(total, 0, i);
       for (int p = 1; p < count; ++p) {
-        load(next, static_cast<const T*>(parts.at[p]) + i);
+        load_part(next, p, i);
 #pragma unroll
         for (int e = 0; e < kElements; ++e) {
           total[e] += next[e];
@@ -36,7 +44,7 @@ __global__ void __launch_bounds__(kThreads) sum_parts_kernel(float* sum, const _
       for (int64_t e = i; e < elements; ++e) {
         float total = 0;
         for (int p = 0; p < count; ++p) {
-          total = p == 0 ? to_float(static_cast<const T*>(parts.at[p])[e]) : total + to_float(static_cast<const T*>(parts.at[p])[e]);
+          total = p == 0 ? one(p, e) : total + one(p, e);
         }
         sum[e] = total;
       }
@@ -64,9 +72,9 @@ const char* sum_parts(const SumParts& a, void* stream) {
   const auto blocks = static_cast<unsigned>(wanted < kBlocksMost ? wanted : kBlocksMost);
   const auto on = static_cast<cudaStream_t>(stream);
   if (a.is_bfloat16) {
-    sum_parts_kernel<bf16><<<blocks, kThreads, 0, on>>>(a.sum, parts, a.count, a.elements);
+    sum_parts_kernel<bf16><<<blocks, kThreads, 0, on>>>(a.sum, parts, a.count, a.float_part, a.elements);
   } else {
-    sum_parts_kernel<float><<<blocks, kThreads, 0, on>>>(a.sum, parts, a.count, a.elements);
+    sum_parts_kernel<float><<<blocks, kThreads, 0, on>>>(a.sum, parts, a.count, a.float_part, a.elements);
   }
   return last_error();
 }

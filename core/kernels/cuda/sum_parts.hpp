@@ -12,6 +12,7 @@ struct SumParts {
   int count;
   int64_t elements;
   bool is_bfloat16;           // parts; else float32
+  int float_part = -1;        // number of one that is float32 all the same; -1: none
 };
 
 constexpr int kSumPartsMost = 16;

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <exception>
 
 namespace sf::fsdp {
 
@@ -34,6 +35,18 @@ void Reducer::reduce(int64_t group, const std::vector<at::Tensor>& gradients) {
   const at::Tensor input = inputs_[static_cast<size_t>(next_input_)].narrow(0, 0, layout.elements());
   next_input_ = (next_input_ + 1) % buffers();
 
+  // This rank's own share is added where it lies, if all of it is there in float32; what the others take is packed for them.
+  const int64_t own_begin = options_.replicate ? layout.elements() : options_.comm->rank() * layout.part, own_end = own_begin + layout.part;
+  const auto own_of_piece = [&](const Piece& piece) {  // the range of it that is this rank's; a flat layout's pieces may reach into several parts
+    const int64_t begin = std::clamp(own_begin, piece.place, piece.place + piece.count), end = std::clamp(own_end, piece.place, piece.place + piece.count);
+    return std::pair(begin - piece.place, end - piece.place);
+  };
+  const bool is_added_where_it_lies = std::all_of(layout.pieces.begin(), layout.pieces.end(), [&](const Piece& piece) {
+    const at::Tensor& gradient = gradients[static_cast<size_t>(piece.member)];
+    const auto [begin, end] = own_of_piece(piece);
+    return begin == end || (gradient.defined() && gradient.scalar_type() == at::kFloat);
+  });
+  std::vector<PartRun> own;
   std::vector<at::Tensor> from, to, zeros;
   for (const Run& gap : layout.gaps) {
     zeros.push_back(input.narrow(0, gap.place, gap.count));
@@ -41,11 +54,20 @@ void Reducer::reduce(int64_t group, const std::vector<at::Tensor>& gradients) {
   for (const Piece& piece : layout.pieces) {
     const at::Tensor place = input.narrow(0, piece.place, piece.count);
     const at::Tensor& gradient = gradients[static_cast<size_t>(piece.member)];
-    if (gradient.defined()) {
-      from.push_back(gradient.view({-1}).narrow(0, piece.begin, piece.count));
-      to.push_back(place);
-    } else {
+    if (!gradient.defined()) {
       zeros.push_back(place);
+      continue;
+    }
+    const at::Tensor values = gradient.view({-1}).narrow(0, piece.begin, piece.count);
+    const auto [begin, end] = is_added_where_it_lies ? own_of_piece(piece) : std::pair<int64_t, int64_t>(0, 0);
+    if (begin < end) {
+      own.push_back({.memory = values.narrow(0, begin, end - begin), .place = piece.place + begin});
+    }
+    for (const auto& [first, last] : {std::pair<int64_t, int64_t>(0, begin), std::pair<int64_t, int64_t>(end, piece.count)}) {
+      if (first < last) {
+        from.push_back(values.narrow(0, first, last - first));
+        to.push_back(place.narrow(0, first, last - first));
+      }
     }
   }
   if (!zeros.empty()) {
@@ -55,12 +77,12 @@ void Reducer::reduce(int64_t group, const std::vector<at::Tensor>& gradients) {
     at::_foreach_copy_(to, from);
   }
   const std::string& label = groups_[static_cast<size_t>(group)].name;
-  InFlight reduction{.group = group, .input = input, .gradients = {}, .work = nullptr};
+  InFlight reduction{.group = group, .input = input, .gradients = gradients, .work = nullptr};
   if (options_.replicate) {
-    reduction.gradients = gradients;
     reduction.work = options_.comm->all_reduce(input, Reduction::sum, label, options_.channel);
   } else {
-    reduction.work = options_.comm->reduce_scatter(reduced_[static_cast<size_t>(group)], input, label, options_.channel);
+    reduction.work = own.empty() ? options_.comm->reduce_scatter(reduced_[static_cast<size_t>(group)], input, label, options_.channel)
+                                 : options_.comm->reduce_scatter_from(own, reduced_[static_cast<size_t>(group)], input, label, options_.channel);
   }
   in_flight_.push_back(std::move(reduction));
 }
@@ -86,20 +108,20 @@ void Reducer::finish_oldest() {
 
 void Reducer::drain() {
   at::NoGradGuard no_grad;
-  while (!given_up_.empty()) {
-    given_up_.front().work->wait();
-    given_up_.pop_front();
-  }
   while (!in_flight_.empty()) {
     finish_oldest();
   }
 }
 
 void Reducer::abandon() {
-  for (InFlight& reduction : in_flight_) {
-    given_up_.push_back(std::move(reduction));
+  while (!in_flight_.empty()) {
+    const InFlight given_up = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    try {
+      given_up.work->wait();
+    } catch (const std::exception&) {  // the window is lost already; whoever communicates next learns of what is wrong with the ranks
+    }
   }
-  in_flight_.clear();
 }
 
 int64_t Reducer::bytes() const {

@@ -34,13 +34,13 @@ class Reducer {
   };
   Reducer(std::vector<Group> groups, Options options);
 
-  /// `gradients` by member of the group's layout; undefined ones count as zero. They are read now (and written with `replicate`, until drain).
+  /// `gradients` by member of the group's layout; undefined ones count as zero. They are read, and with `replicate` written, until drain.
   void reduce(int64_t group, const std::vector<at::Tensor>& gradients);
   /// This rank's part of the sums: float32 [part], complete after drain().
   [[nodiscard]] const at::Tensor& reduced(int64_t group) const { return reduced_[static_cast<size_t>(group)]; }
   /// The current stream waits for everything in flight.
   void drain();
-  /// Forgets the window without waiting; what is in flight is waited for before its buffers are used again.
+  /// Forgets the window. The current stream waits for what is in flight, as its gradients may be overwritten now; what that says does not matter any more.
   void abandon();
 
   [[nodiscard]] int64_t buffers() const { return static_cast<int64_t>(inputs_.size()); }
@@ -50,7 +50,7 @@ class Reducer {
   struct InFlight {
     int64_t group = 0;
     at::Tensor input;
-    std::vector<at::Tensor> gradients;   // with `replicate`
+    std::vector<at::Tensor> gradients;   // written with `replicate`, else kept while they are read
     std::unique_ptr<CommWork> work;
   };
   void finish_oldest();
@@ -61,7 +61,6 @@ class Reducer {
   int64_t next_input_ = 0;
   std::vector<at::Tensor> reduced_;      // [part], float32 whatever the wire's type: the collective adds in it
   std::deque<InFlight> in_flight_;       // oldest first
-  std::deque<InFlight> given_up_;
 };
 
 }  // namespace sf::fsdp

@@ -24,7 +24,7 @@ int64_t Slots::slot_elements(const std::vector<Extent>& members) {
   return elements;
 }
 
-Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, GatherCodec* codec) : comm_(placement.comm), codec_(codec) {
+Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec) : comm_(placement.comm), mode_(mode), codec_(codec) {
   const auto of_model = at::TensorOptions().device(placement.device).dtype(placement.dtype);
   int64_t largest = 0;
   for (const GroupParts& group : groups) {
@@ -35,7 +35,7 @@ Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, GatherC
     comm_->register_buffer(gathered_);
   }
   for (GroupParts& parts : groups) {
-    Slot slot{.parts = std::move(parts), .memory = {}, .slot = static_cast<int64_t>(groups_.size()), .whole = {}, .from = {}, .to = {}};
+    Slot slot{.parts = std::move(parts), .memory = {}, .slot = static_cast<int64_t>(groups_.size()), .whole = {}, .from = {}, .to = {}, .runs = {}};
     const auto carries = [&](size_t member) {
       const auto& [unit, parameter] = slot.parts.ids[member];
       return codec_ != nullptr && codec_->carries(unit, parameter);
@@ -56,6 +56,9 @@ Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, GatherC
       const auto member = static_cast<size_t>(piece.member);
       slot.from.push_back(alias(gathered_, piece.place, {piece.count}));
       slot.to.push_back(alias(carries(member) ? slot.whole_carried : slot.memory, places[member] + piece.begin, {piece.count}));
+      if (mode_ == Mode::shard_grad_op) {
+        slot.runs.push_back({.memory = slot.to.back(), .place = piece.place});
+      }
     }
     if (carried > 0) {
       release(slot.whole_carried.storage());
@@ -187,7 +190,8 @@ void Slots::start(int64_t group) {
     point_at(slot.whole_carried.storage(), memory, 0, static_cast<int64_t>(memory.nbytes()));
   }
   if (parts.layout.part > 0) {
-    work_ = comm_->all_gather(gathered_.narrow(0, 0, parts.layout.elements()), parts.part, parts.name);
+    const at::Tensor buffer = gathered_.narrow(0, 0, parts.layout.elements());
+    work_ = slot.runs.empty() ? comm_->all_gather(buffer, parts.part, parts.name) : comm_->all_gather_to(slot.runs, buffer, parts.part, parts.name);
   }
 }
 
@@ -202,7 +206,8 @@ int64_t Slots::finish(int64_t group) {
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView raw;  // and through aliases: the slots' own version counters never move
     const std::vector<at::Tensor>& to = is_coded(slot) ? slot.to_plain : slot.to;
-    if (!to.empty()) {
+    const bool came_straight = !is_coded(slot) && !slot.runs.empty();
+    if (!to.empty() && !came_straight) {
       at::_foreach_copy_(to, !is_coded(slot) ? slot.from : slot.is_decoded ? slot.from_plain : slot.from_payload);
     }
   }

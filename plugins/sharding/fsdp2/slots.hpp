@@ -1,7 +1,7 @@
 // plugins/sharding/fsdp2/slots.hpp: whole parameters at fixed addresses. A gather brings the parts of all ranks into one buffer; from there each
 // parameter's rows are copied to its slot. That buffer is what a prefetch needs beside the slot in use.
 //
-// SHARD_GRAD_OP: a slot for each group. FULL_SHARD: the same until the plan of uses is known, then groups share slots when their spans of use never
+// SHARD_GRAD_OP: a slot for each group, which nothing uses until its gather is through: rows go straight to it where ranks copy from each other. FULL_SHARD: the same until the plan of uses is known, then groups share slots when their spans of use never
 // overlap. A group has one slot for forward and backward: saved tensors of the local graphs point into it.
 //
 // What a transform's codec carries has no place in a slot: in a window its rows are gathered encoded, once, in one collective with the rest of its group, and the
@@ -18,7 +18,7 @@ namespace sf::fsdp {
 class Slots final : public WholeParameters {
  public:
   /// `codec` may be null; else it has been built and outlives this.
-  Slots(std::vector<GroupParts> groups, const Placement& placement, GatherCodec* codec = nullptr);
+  Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec = nullptr);
 
   at::Tensor tensor(int64_t group, int64_t member) override { return groups_[static_cast<size_t>(group)].whole[static_cast<size_t>(member)]; }
   void start(int64_t group) override;
@@ -50,6 +50,7 @@ class Slots final : public WholeParameters {
     int64_t slot = 0;                    // number of the slot
     std::vector<at::Tensor> whole;       // by member
     std::vector<at::Tensor> from, to;    // copies from the gather buffer, by piece
+    std::vector<PartRun> runs;           // the same, when no two groups share a slot
     // With a codec. A payload is what is gathered as it is, then what is carried.
     std::vector<Carried> carried;
     at::Tensor whole_carried;            // [all of their elements]; has memory while an evaluation uses the group
@@ -66,6 +67,7 @@ class Slots final : public WholeParameters {
   std::vector<Slot> groups_;
   std::vector<int64_t> holder_;          // by slot: the group whose values are in it, -1 for none
   Comm* comm_;
+  Mode mode_;
   GatherCodec* codec_;
   bool is_evaluating_ = false;
   at::Tensor gathered_;                  // [largest group's buffer]

@@ -31,6 +31,12 @@ class CommWork {
 enum class Channel { main, reduction };
 enum class Reduction { sum, max };
 
+/// A run of a whole [W * n] that lies in memory of its own: its elements [place, place + memory.numel()), all of them of one rank's part. `memory` is contiguous.
+struct PartRun {
+  at::Tensor memory;
+  int64_t place = 0;
+};
+
 class Comm {
  public:
   virtual int64_t rank() const = 0;
@@ -61,6 +67,16 @@ class Comm {
 
   /// How many collectives of each kind were issued so far, by label: "all_gather block.0" -> 12. For tests and metrics.
   virtual std::vector<std::pair<std::string, int64_t>> counts() const = 0;
+
+  /// An all_gather whose result goes to the memory of `runs`, of the part's dtype, and not to `staging` [W * n]: it may come through there, and what that holds
+  /// afterwards is not defined. Nobody reads or writes either before wait(). Counted as all_gather; ranks may differ in their runs.
+  virtual std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label,
+                                                  Channel channel = Channel::main) = 0;
+  /// A reduce_scatter in which this rank's own share of its part comes from `own`, float32, unchanged until wait(), and not from its place in `whole`, which may be
+  /// overwritten. Elements of that place that no run covers are padding: what the part holds there afterwards is not defined. Where GPUs of one machine copy from
+  /// each other the own share is added as it is, elsewhere in the type of `whole`. Counted as reduce_scatter, and one rank may call this where another calls that.
+  virtual std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
+                                                        Channel channel = Channel::main) = 0;
 
  protected:
   ~Comm() = default;
