@@ -1,6 +1,7 @@
 #include "core/kernels/decode.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/crew.hpp"
 #include "core/kernels/cuda/decode_launchers.hpp"
 #include "core/kernels/cuda_library.hpp"
 #include "core/kernels/row_tiles.hpp"
@@ -95,28 +96,30 @@ at::Tensor decode_attention_few(const DecodeAttention& a) {
   const int64_t t = a.tokens, group = s.n / s.m, queries = group * t;
   const auto scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(s.e))), eps = static_cast<float>(a.eps);
   for (int64_t row = 0; row < s.b; ++row) SF_CHECK(positions[row] >= 0 && positions[row] < s.c, "token {} in a cache for {}", positions[row], s.c);
-  at::parallel_for(0, s.b / t * s.m, 1, [&](int64_t begin, int64_t end) {
-    std::vector<float> query(static_cast<size_t>(queries * s.e)), found(query.size()), scores;
-    std::vector<int64_t> seen(static_cast<size_t>(queries));
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t sequence = task / s.m, head = task % s.m, cache_row = a.cache_rows.empty() ? sequence : a.cache_rows[static_cast<size_t>(sequence)];
-      float *head_keys = keys + (cache_row * s.m + head) * s.c * s.e, *head_values = values + (cache_row * s.m + head) * s.c * s.e;
-      int64_t most = 0;
-      for (int64_t j = 0; j < t; ++j) {
-        const int64_t row = sequence * t + j, position = positions[row];
-        const float *from = qkv + row * (s.n + 2 * s.m) * s.e, *row_cos = cos + row * s.f, *row_sin = sin + row * s.f;
-        make_head(from + (s.n + head) * s.e, key_weight, eps, row_cos, row_sin, s.e, s.f, 1, head_keys + position * s.e);
-        std::copy_n(from + (s.n + s.m + head) * s.e, s.e, head_values + position * s.e);
-        for (int64_t g = 0; g < group; ++g) {
-          make_head(from + (head * group + g) * s.e, query_weight, eps, row_cos, row_sin, s.e, s.f, scale, query.data() + (j * group + g) * s.e);
-          seen[static_cast<size_t>(j * group + g)] = position + 1;
-        }
-        most = std::max(most, position + 1);
+  in_crew(s.b / t * s.m, at::get_num_threads(), [&](int64_t task) {
+    // A thread's own, kept from task to task.
+    thread_local std::vector<float> query, found, scores;
+    thread_local std::vector<int64_t> seen;
+    query.resize(static_cast<size_t>(queries * s.e));
+    found.resize(query.size());
+    seen.resize(static_cast<size_t>(queries));
+    const int64_t sequence = task / s.m, head = task % s.m, cache_row = a.cache_rows.empty() ? sequence : a.cache_rows[static_cast<size_t>(sequence)];
+    float *head_keys = keys + (cache_row * s.m + head) * s.c * s.e, *head_values = values + (cache_row * s.m + head) * s.c * s.e;
+    int64_t most = 0;
+    for (int64_t j = 0; j < t; ++j) {
+      const int64_t row = sequence * t + j, position = positions[row];
+      const float *from = qkv + row * (s.n + 2 * s.m) * s.e, *row_cos = cos + row * s.f, *row_sin = sin + row * s.f;
+      make_head(from + (s.n + head) * s.e, key_weight, eps, row_cos, row_sin, s.e, s.f, 1, head_keys + position * s.e);
+      std::copy_n(from + (s.n + s.m + head) * s.e, s.e, head_values + position * s.e);
+      for (int64_t g = 0; g < group; ++g) {
+        make_head(from + (head * group + g) * s.e, query_weight, eps, row_cos, row_sin, s.e, s.f, scale, query.data() + (j * group + g) * s.e);
+        seen[static_cast<size_t>(j * group + g)] = position + 1;
       }
-      scores.resize(std::max(scores.size(), static_cast<size_t>(queries * score_stride(most))));
-      row_tiles()->attend(query.data(), queries, s.e, head_keys, head_values, seen.data(), scores.data(), found.data());
-      for (int64_t j = 0; j < t; ++j) std::copy_n(found.data() + j * group * s.e, group * s.e, out + ((sequence * t + j) * s.n + head * group) * s.e);
+      most = std::max(most, position + 1);
     }
+    scores.resize(std::max(scores.size(), static_cast<size_t>(queries * score_stride(most))));
+    row_tiles()->attend(query.data(), queries, s.e, head_keys, head_values, seen.data(), scores.data(), found.data());
+    for (int64_t j = 0; j < t; ++j) std::copy_n(found.data() + j * group * s.e, group * s.e, out + ((sequence * t + j) * s.n + head * group) * s.e);
   });
   return out_bx;
 }

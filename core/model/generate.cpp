@@ -3,6 +3,7 @@
 
 #include "core/base/error.hpp"
 #include "core/data/philox.hpp"
+#include "core/kernels/crew.hpp"
 #include "core/kernels/row_tiles.hpp"
 
 #include <ATen/ATen.h>
@@ -340,9 +341,7 @@ std::vector<int64_t> choose_tokens(const at::Tensor& logits_bv, const Sampling& 
     std::vector<int64_t> best(static_cast<size_t>(logits_bv.size(0)));
     const int64_t v = logits_bv.size(1);
     const auto* logits = logits_bv.const_data_ptr<float>();
-    at::parallel_for(0, logits_bv.size(0), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) best[static_cast<size_t>(i)] = row_tiles()->largest(logits + i * v, v);
-    });
+    in_crew(logits_bv.size(0), at::get_num_threads(), [&](int64_t i) { best[static_cast<size_t>(i)] = row_tiles()->largest(logits + i * v, v); });
     return best;
   }
   std::vector<double> uniform;

@@ -2,6 +2,7 @@
 #include "core/model/skinny_product.hpp"
 
 #include "core/base/error.hpp"
+#include "core/kernels/crew.hpp"
 #include "core/kernels/row_tiles.hpp"
 
 #include <ATen/ATen.h>
@@ -15,7 +16,7 @@ namespace sf {
 
 namespace {
 
-constexpr int64_t kGroup = 32;  // outputs of a task; a thread's start costs as much as some of them
+constexpr int64_t kGroup = 32;  // outputs of a task
 
 std::vector<int64_t> with_last(const at::Tensor& x, int64_t last) {
   std::vector<int64_t> shape = x.sizes().vec();
@@ -26,7 +27,7 @@ std::vector<int64_t> with_last(const at::Tensor& x, int64_t last) {
 // work(first output, outputs), in parallel; what it does for an output does not depend on where a thread begins.
 template <class Work>
 void for_outputs(int64_t outs, const Work& work) {
-  at::parallel_for(0, (outs + kGroup - 1) / kGroup, 2, [&](int64_t begin, int64_t end) { work(begin * kGroup, std::min(outs, end * kGroup) - begin * kGroup); });
+  in_crew((outs + kGroup - 1) / kGroup, at::get_num_threads(), [&](int64_t task) { work(task * kGroup, std::min(outs - task * kGroup, kGroup)); });
 }
 
 }  // namespace
@@ -67,11 +68,12 @@ std::pair<at::Tensor, at::Tensor> skinny_add_norm(const at::Tensor& x, const at:
            "a norm of {} values", x.numel());
   const int64_t h = x.size(-1), rows = x.numel() / h;
   const at::Tensor sum = delta.defined() ? at::empty_like(x) : x, normed = at::empty_like(x);
-  const auto* from = x.const_data_ptr<float>();
-  for (int64_t r = 0; r < rows; ++r) {  // some microseconds: less than a second thread takes to start
-    row_tiles()->add_norm(from + r * h, delta.defined() ? delta.const_data_ptr<float>() + r * h : nullptr, weight_h.const_data_ptr<float>(), h, static_cast<float>(eps),
-                          delta.defined() ? sum.mutable_data_ptr<float>() + r * h : nullptr, normed.mutable_data_ptr<float>() + r * h);
-  }
+  const float *from = x.const_data_ptr<float>(), *more = delta.defined() ? delta.const_data_ptr<float>() : nullptr;
+  float *to_sum = delta.defined() ? sum.mutable_data_ptr<float>() : nullptr, *to_normed = normed.mutable_data_ptr<float>();
+  in_crew(rows, at::get_num_threads(), [&](int64_t r) {
+    row_tiles()->add_norm(from + r * h, more != nullptr ? more + r * h : nullptr, weight_h.const_data_ptr<float>(), h, static_cast<float>(eps),
+                          to_sum != nullptr ? to_sum + r * h : nullptr, to_normed + r * h);
+  });
   return {sum, normed};
 }
 
