@@ -105,6 +105,8 @@ inline uint32_t reduce_max(uint32_t value) {
   return value;
 }
 
+inline bool any(bool value) { return reduce_max(value ? 1 : 0) != 0; }
+
 inline void start() {
   body();
   Fiber& fiber = all[static_cast<size_t>(current)];
@@ -156,11 +158,9 @@ inline auto launch(dim3 grid, dim3 block, size_t bytes = 0, const void* = nullpt
     block_size = block;
     dynamic_memory.assign(bytes + 16, 0x5a);
     body = call;
-    for (unsigned y = 0; y < grid.y; ++y) {
-      for (unsigned x = 0; x < grid.x; ++x) {
-        block_index = {x, y, 0};
-        run_block();
-      }
+    for (unsigned i = 0; i < grid.x * grid.y * grid.z; ++i) {
+      block_index = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
+      run_block();
     }
   };
 }
@@ -215,6 +215,31 @@ void copies_wait() {
 
 }  // namespace sf::cuda
 
+// What a tensor core does for a warp, by its lanes' registers.
+namespace sf::cuda {
+
+inline void tile_product(float (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  namespace fibers = test::fibers;
+  static uint32_t all[32][32][6];
+  const int warp = fibers::current / 32, lane = fibers::current % 32;
+  const uint32_t mine[6] = {a0, a1, a2, a3, b0, b1};
+  std::copy_n(mine, 6, all[warp][lane]);
+  fibers::meet(fibers::warps[static_cast<size_t>(warp)].barrier, fibers::warps[static_cast<size_t>(warp)].alive);
+  const auto half = [](uint32_t word, int which) { return fibers::float_of(which == 0 ? word << 16 : word & 0xffff0000U); };
+  for (int i = 0; i < 4; ++i) {
+    const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; ++k) {
+      const int from = k % 8 / 2, high = k / 8;
+      sum[i] += half(all[warp][row % 8 * 4 + from][row / 8 + 2 * high], k % 2) * half(all[warp][column * 4 + from][4 + high], k % 2);
+    }
+  }
+  fibers::meet(fibers::warps[static_cast<size_t>(warp)].barrier, fibers::warps[static_cast<size_t>(warp)].alive);
+}
+inline void cluster_barrier() {}
+inline float of_block(const float* mine, int) { return *mine; }
+
+}  // namespace sf::cuda
+
 #undef __shared__
 #undef __global__
 #undef __device__
@@ -229,6 +254,9 @@ void copies_wait() {
 #define gridDim ::sf::test::fibers::grid_size
 #define __syncthreads() ::sf::test::fibers::meet(::sf::test::fibers::block_barrier, ::sf::test::fibers::alive)
 #define __shfl_xor_sync(mask, value, step) ::sf::test::fibers::shuffle_xor(value, step)
+#define __shfl_sync(mask, value, lane) ::sf::test::fibers::from_lane(value, lane)
+#define __any_sync(mask, value) ::sf::test::fibers::any(value)
+#define __syncwarp() static_cast<void>(::sf::test::fibers::any(false))
 #define __reduce_max_sync(mask, value) ::sf::test::fibers::reduce_max(value)
 #define __expf std::exp
 #define rsqrtf(x) (1.0f / std::sqrt(x))

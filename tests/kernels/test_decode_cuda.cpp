@@ -64,6 +64,31 @@ TEST_CASE("cuda: attention of one new token for each sequence writes the cache a
   }
 }
 
+TEST_CASE("cuda: however many blocks share a sequence, short and long ones in one batch come out as from the composition") {
+  if (!has_gpu()) return;
+  const at::Device gpu(at::kCUDA, 0);
+  const auto type = at::kBFloat16;
+  for (const Case& c : {Case{32, 8, 128, 64, true}, Case{9, 3, 64, 32, false}, Case{24, 2, 128, 64, false}}) {
+    for (const int64_t b : {1, 2, 5, 16, 64}) {
+      CAPTURE(c.query_heads);
+      CAPTURE(b);
+      std::vector<int64_t> positions;
+      for (int64_t i = 0; i < b; ++i) positions.push_back(i % 5 == 0 ? 699 - i : i % 5 == 1 ? i % 16 : i % 5 == 2 ? 127 + i % 3 : (i * 131) % 700);
+      const sf::DecodeAttention a = attention_of(c, positions, 704, gpu, type);
+      sf::DecodeAttention twin = a;
+      twin.keys_bmce = a.keys_bmce.clone();
+      twin.values_bmce = a.values_bmce.clone();
+      const at::Tensor found = sf::decode_attention(a), expected = sf::decode_attention_aten(twin);
+      CHECK(at::equal(a.values_bmce, twin.values_bmce));
+      CHECK(relative_distance(a.keys_bmce.cpu().to(at::kDouble), twin.keys_bmce.cpu().to(at::kDouble)) < 2e-4);
+      for (int64_t i = 0; i < b; ++i) {
+        CHECK(relative_distance(found[i].cpu().to(at::kDouble), expected[i].cpu().to(at::kDouble)) < 8e-3);
+      }
+      CHECK(at::equal(found, sf::decode_attention(a)));
+    }
+  }
+}
+
 TEST_CASE("cuda: the gate of a step equals its composition") {
   if (!has_gpu()) return;
   for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {

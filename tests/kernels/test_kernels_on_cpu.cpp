@@ -12,9 +12,14 @@
 #include <string>
 #include <vector>
 
+#include "core/kernels/cuda/decode_launchers.hpp"
 #include "core/kernels/cuda/functions.hpp"
 
 using namespace sf::cuda;
+
+namespace sf::cuda {
+const DecodeLaunchers* decode_launchers();
+}
 
 namespace {
 
@@ -59,6 +64,7 @@ class Numbers {
     }
   }
   [[nodiscard]] T* data() { return begin_; }
+  [[nodiscard]] T& operator[](int64_t i) { return begin_[i]; }
   [[nodiscard]] int64_t count() const { return count_; }
   [[nodiscard]] double at(int64_t i) const { return wide(begin_[i]); }
   void set(int64_t i, float x) { begin_[i] = narrow<T>(x); }
@@ -421,4 +427,63 @@ TEST_CASE("on the CPU: float8 casts, byte for byte, with NaN under an infinite m
       }
     }
   }
+}
+
+// Attention of a new token for each position, without norm, rotated by angles that turn nothing; the cache holds NaN behind each sequence.
+template <class T>
+void check_decode_attention(int64_t n, int64_t m, int64_t e, const std::vector<int64_t>& positions, double tolerance) {
+  const auto b = static_cast<int64_t>(positions.size()), group = n / m, x = n + 2 * m, f = e / 2;
+  constexpr int64_t kRoom = 320;
+  Numbers<T> qkv(b * x * e), keys(b * m * kRoom * e), values(b * m * kRoom * e), out(b * n * e);
+  Numbers<float> cos(b * f), sin(b * f);
+  qkv.draw();
+  for (int64_t i = 0; i < b * f; ++i) cos[i] = 1, sin[i] = 0;
+  std::normal_distribution<float> normal;
+  for (int64_t row = 0; row < b * m; ++row) {
+    for (int64_t i = 0; i < positions[static_cast<size_t>(row / m)] * e; ++i) {
+      keys[row * kRoom * e + i] = narrow<T>(normal(generator()));
+      values[row * kRoom * e + i] = narrow<T>(normal(generator()));
+    }
+  }
+  const double scale = 1 / std::sqrt(static_cast<double>(e));
+  REQUIRE(decode_launchers()->attention({.type = kType<T>, .b = b, .n = n, .m = m, .e = e, .f = f, .capacity = kRoom, .eps = 1e-6, .scale = static_cast<float>(scale), .qkv_bxe = qkv.data(),
+                                         .query_weight_e = nullptr, .key_weight_e = nullptr, .cos_bf = cos.data(), .sin_bf = sin.data(), .positions_b = positions.data(),
+                                         .keys_bmce = keys.data(), .values_bmce = values.data(), .out_bne = out.data()}, nullptr) == nullptr);
+  double worst = 0;
+  for (int64_t sequence = 0; sequence < b; ++sequence) {
+    const int64_t tokens = positions[static_cast<size_t>(sequence)] + 1;
+    for (int64_t head = 0; head < n; ++head) {
+      const int64_t row = (sequence * m + head / group) * kRoom * e;
+      Doubles found(static_cast<size_t>(e), 0.0);
+      double total = 0;
+      for (int64_t s = 0; s < tokens; ++s) {
+        double score = 0;
+        for (int64_t i = 0; i < e; ++i) score += wide(qkv[(sequence * x + head) * e + i]) * wide(keys[row + s * e + i]);
+        const double weight = std::exp(score * scale);
+        total += weight;
+        for (int64_t i = 0; i < e; ++i) found[static_cast<size_t>(i)] += weight * wide(values[row + s * e + i]);
+      }
+      for (int64_t i = 0; i < e; ++i) {
+        const double off = std::abs(wide(out[(sequence * n + head) * e + i]) - found[static_cast<size_t>(i)] / total);
+        worst = std::isfinite(off) ? std::max(worst, off) : 1e9;
+      }
+    }
+    for (int64_t i = 0; i < m * e; ++i) {
+      const int64_t at = (sequence * m + i / e) * kRoom * e + (tokens - 1) * e + i % e;
+      CHECK(wide(keys[at]) == wide(qkv[(sequence * x + n) * e + i]));
+      CHECK(wide(values[at]) == wide(qkv[(sequence * x + n + m) * e + i]));
+    }
+  }
+  CAPTURE(n);
+  CAPTURE(e);
+  CHECK(worst < tolerance);
+}
+
+TEST_CASE("on the CPU: attention of a step over caches of any length, in registers and on tensor cores, reads nothing behind a sequence") {
+  check_decode_attention<float>(6, 2, 64, {0, 3, 31, 70}, 2e-5);
+  check_decode_attention<Bf16>(6, 2, 64, {0, 15, 16, 300}, 2e-2);
+  check_decode_attention<Bf16>(4, 1, 128, {1, 127, 128, 289}, 2e-2);
+  check_decode_attention<Bf16>(14, 2, 64, {33}, 2e-2);
+  check_decode_attention<Bf16>(12, 1, 128, {40}, 2e-2);
+  check_decode_attention<Bf16>(2, 2, 128, {17}, 2e-2);
 }
