@@ -1,5 +1,7 @@
 #include "core/kernels/row_statistics.hpp"
 
+#include "core/kernels/exponential.hpp"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -54,15 +56,9 @@ void group_maxima(const float* row, int64_t columns, float* maxima) {
   }
 }
 
-// row = exp(row - largest); returns the sum. exp(x) = 2^n * exp(r) with n = round(x / ln 2), |r| <= ln 2 / 2; the series of exp(r) up to r^7 / 7! leaves
-// 5e-9.
+// row = exp(row - largest); returns the sum.
 SF_FOR_EACH_PROCESSOR
-double exponentiate(float* row, int64_t columns, float largest) {
-  constexpr float kSmallest = -87.0f;        // 2^-126 is e^-87.3
-  constexpr float kRound = 12582912.0f;      // 1.5 * 2^23: adding it leaves the nearest integer in the mantissa
-  constexpr float kLog2E = 1.44269504f;
-  constexpr float kLn2High = 0.693145752f;   // 16 bits, so n * high is exact
-  constexpr float kLn2Low = 1.42860677e-6f;  // ln 2 - high
+double exponentiate_row(float* row, int64_t columns, float largest) {
   double total = 0;
   int64_t c = 0;
   while (c + kLanes <= columns) {
@@ -72,22 +68,9 @@ double exponentiate(float* row, int64_t columns, float largest) {
       Floats x;
       std::memcpy(&x, row + c, sizeof(x));
       x = x - largest;
-      x = x < kSmallest ? Floats{} + kSmallest : x;
-      const Floats n = (x * kLog2E + kRound) - kRound;
-      const Floats r = (x - n * kLn2High) - n * kLn2Low;
-      Floats y = r * (1.0f / 5040) + 1.0f / 720;
-      y = y * r + 1.0f / 120;
-      y = y * r + 1.0f / 24;
-      y = y * r + 1.0f / 6;
-      y = y * r + 0.5f;
-      y = y * r + 1.0f;
-      y = y * r + 1.0f;
-      const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-      Floats scale;
-      std::memcpy(&scale, &power, sizeof(scale));
-      y = y * scale;
-      std::memcpy(row + c, &y, sizeof(y));
-      sum = sum + y;
+      exponentiate<Ints>(x);
+      std::memcpy(row + c, &x, sizeof(x));
+      sum = sum + x;
     }
     float part = 0;
     for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -96,7 +79,7 @@ double exponentiate(float* row, int64_t columns, float largest) {
     total += part;
   }
   for (; c < columns; ++c) {
-    row[c] = std::exp(std::max(row[c] - largest, kSmallest));
+    row[c] = std::exp(std::max(row[c] - largest, -87.0f));
     total += row[c];
   }
   return total;
@@ -246,7 +229,7 @@ at::Tensor exponentiate_rows(at::Tensor& rows_rv, const at::Tensor& value_r) {
   const float* largest = value_r.const_data_ptr<float>();
   at::parallel_for(0, r, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      sum[i] = static_cast<float>(exponentiate(data + i * v, v, largest[i]));
+      sum[i] = static_cast<float>(exponentiate_row(data + i * v, v, largest[i]));
     }
   });
   return sum_r;

@@ -2,6 +2,8 @@
 // the linker took from this file would need that processor everywhere.
 #include "core/kernels/row_tiles.hpp"
 
+#include "core/kernels/exponential.hpp"
+
 namespace sf {
 
 extern const RowTiles SF_ROW_TILES;
@@ -79,24 +81,9 @@ SF_INLINE float sum_of(const Lanes& lanes) {
   return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
-// e^x to a unit in the last place or two, for x from -87 to 88; beyond that what it is there.
 SF_INLINE Part exp_of(Part x) {
-  constexpr float kLog2e = 1.44269504088896341F, kLn2High = 0.693145751953125F, kLn2Low = 1.42860682030941723e-6F;
-  constexpr float kRound = 12582912.0F;  // 1.5 * 2^23: what is added to it is rounded to a whole number, which its last bits hold
-  x = x < -87.0F ? spread(-87.0F) : x;
-  x = x > 88.0F ? spread(88.0F) : x;
-  const Part rounded = x * kLog2e + kRound;
-  const Part n = rounded - kRound;
-  const Part r = (x - n * kLn2High) - n * kLn2Low;  // at most ln 2 / 2, where the series' next term is below 6e-9
-  Part sum = r * (1.0F / 5040) + 1.0F / 720;
-  sum = sum * r + 1.0F / 120;
-  sum = sum * r + 1.0F / 24;
-  sum = sum * r + 1.0F / 6;
-  sum = sum * r + 0.5F;
-  sum = sum * r + 1.0F;
-  sum = sum * r + 1.0F;
-  const Ints power = (__builtin_bit_cast(Ints, rounded) - __builtin_bit_cast(Ints, spread(kRound)) + 127) << 23;
-  return sum * __builtin_bit_cast(Part, power);
+  exponentiate<Ints>(x);
+  return x;
 }
 
 // y for kRows rows and kOuts outputs. Each step of 16 columns loads kRows + kOuts vectors for kRows * kOuts products, which keeps the loads below the multipliers' pace, and

@@ -140,6 +140,19 @@ __device__ inline void add_unit(float (&sum)[2], const float (&g)[2], const floa
   sum[1] += g[1] * x[1] * inverse;
 }
 
+// What a block adds to the weight's gradient, from what its parts found. All threads come here.
+template <int kParts, int kStride>
+__device__ inline void write_partial(const HeadNormRope& a, const float (&sums)[kParts][kStride], int e) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < e; i += kThreads) {
+    float sum = 0;
+    for (int part = 0; part < kParts; ++part) {
+      sum += sums[part][i];
+    }
+    a.partial_pe[static_cast<int64_t>(blockIdx.x) * e + i] = sum;
+  }
+}
+
 template <class T, int kPairs, int kRest>
 __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
   __shared__ float sums[kWarps][256];
@@ -235,14 +248,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
     sums[warp][i] = pair[0];
     sums[warp][i + 1] = pair[1];
   });
-  __syncthreads();
-  for (int i = threadIdx.x; i < e; i += kThreads) {
-    float sum = 0;
-    for (int w = 0; w < kWarps; ++w) {
-      sum += sums[w][i];
-    }
-    a.partial_pe[static_cast<int64_t>(blockIdx.x) * e + i] = sum;
-  }
+  write_partial(a, sums, e);
 }
 
 // The same where a head is two sides of pairs and nothing else: kLanes lanes take a head, eight pairs each, by accesses of 16 bytes, and a warp takes 32 / kLanes heads. Groups of
@@ -367,14 +373,7 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) pairs_kernel(Head
       sums[group][lane * 8 + i] = total[0][i];
       sums[group][f + lane * 8 + i] = total[1][i];
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < e; i += kThreads) {
-      float sum = 0;
-      for (int other = 0; other < kGroups; ++other) {
-        sum += sums[other][i];
-      }
-      a.partial_pe[static_cast<int64_t>(blockIdx.x) * e + i] = sum;
-    }
+    write_partial(a, sums, e);
   }
 }
 
