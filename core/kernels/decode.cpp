@@ -170,6 +170,37 @@ at::Tensor decode_attention(const DecodeAttention& a) {
   return out;
 }
 
+StepStart decode_start(const at::Tensor& ids_b, const at::Tensor& positions_b, const at::Tensor& embedding_vh, const at::Tensor& inverse_frequencies_f, double scaling) {
+  const int64_t b = ids_b.size(0), h = embedding_vh.size(1), f = inverse_frequencies_f.size(0);
+  SF_CHECK_SHAPE(positions_b, {b});
+  if (has_kernels({embedding_vh}) && decode_launchers() != nullptr && ids_b.is_cuda() && ids_b.is_contiguous() && positions_b.is_cuda() && positions_b.is_contiguous() &&
+      embedding_vh.is_contiguous()) {
+    const auto floats = embedding_vh.options().dtype(at::kFloat);
+    StepStart made{at::empty({b, h}, embedding_vh.options()), at::empty({b, f}, floats), at::empty({b, f}, floats)};
+    check_launch("decode_start", decode_launchers()->start({.type = kernel_type(embedding_vh), .b = b, .h = h, .f = f, .scaling = static_cast<float>(scaling), .ids_b = ids_b.const_data_ptr<int64_t>(),
+                                                            .positions_b = positions_b.const_data_ptr<int64_t>(), .embedding_vh = pointer(embedding_vh),
+                                                            .inverse_frequencies_f = inverse_frequencies_f.const_data_ptr<float>(), .x_bh = pointer_to_write(made.x_bh),
+                                                            .cos_bf = made.cos_bf.mutable_data_ptr<float>(), .sin_bf = made.sin_bf.mutable_data_ptr<float>()}, stream_of(made.x_bh)));
+    return made;
+  }
+  const at::Tensor angle_bf = positions_b.to(at::kFloat).unsqueeze(1) * inverse_frequencies_f;
+  const auto type = embedding_vh.scalar_type();
+  return {at::embedding(embedding_vh, ids_b), (angle_bf.cos() * scaling).to(type).to(at::kFloat), (angle_bf.sin() * scaling).to(type).to(at::kFloat)};
+}
+
+void decode_choose(const at::Tensor& logits_bv, const at::Tensor& said_b, const at::Tensor& ids_b, const at::Tensor& positions_b) {
+  const int64_t b = logits_bv.size(0), v = logits_bv.size(1);
+  for (const at::Tensor& each : {said_b, ids_b, positions_b}) SF_CHECK_SHAPE(each, {b});
+  if (has_kernels({logits_bv}) && decode_launchers() != nullptr && logits_bv.is_contiguous() && said_b.is_contiguous() && ids_b.is_contiguous() && positions_b.is_contiguous()) {
+    check_launch("decode_choose", decode_launchers()->choose({.type = kernel_type(logits_bv), .b = b, .v = v, .logits_bv = pointer(logits_bv), .said_b = said_b.mutable_data_ptr<int64_t>(),
+                                                              .ids_b = ids_b.mutable_data_ptr<int64_t>(), .positions_b = positions_b.mutable_data_ptr<int64_t>()}, stream_of(logits_bv)));
+    return;
+  }
+  said_b.copy_(logits_bv.argmax(-1));
+  ids_b.copy_(said_b);
+  positions_b.add_(1);
+}
+
 at::Tensor decode_gate(const at::Tensor& gate_up_b2i) {
   const int64_t b = gate_up_b2i.size(0), i = gate_up_b2i.size(1) / 2;
   if (has_kernels({gate_up_b2i}) && decode_launchers() != nullptr && i % 8 == 0 && gate_up_b2i.is_contiguous()) {

@@ -32,6 +32,16 @@ struct DecodeAttention {
 /// Whether decode_attention() takes several tokens of each sequence and rows of a larger cache: float32 on a CPU with the vectors that row_tiles.hpp needs.
 [[nodiscard]] bool can_decode_few(const at::Tensor& like, int64_t head_size);
 
+/// What a step begins with.
+struct StepStart {
+  at::Tensor x_bh;              // embeddings
+  at::Tensor cos_bf, sin_bf;    // float32, times `scaling`, rounded to the embedding's type
+};
+[[nodiscard]] StepStart decode_start(const at::Tensor& ids_b, const at::Tensor& positions_b, const at::Tensor& embedding_vh, const at::Tensor& inverse_frequencies_f, double scaling);
+
+/// What a greedy step ends with: the first of a row's largest logits into said_b and ids_b, and positions_b + 1. All of them int64 [b].
+void decode_choose(const at::Tensor& logits_bv, const at::Tensor& said_b, const at::Tensor& ids_b, const at::Tensor& positions_b);
+
 /// silu(gate) * up, [b, 2 i] -> [b, i], rounded after each of the two.
 [[nodiscard]] at::Tensor decode_gate(const at::Tensor& gate_up_b2i);
 

@@ -4,6 +4,7 @@
 #include "core/base/error.hpp"
 #include "core/data/philox.hpp"
 #include "core/kernels/crew.hpp"
+#include "core/kernels/decode.hpp"
 #include "core/kernels/row_tiles.hpp"
 
 #include <ATen/ATen.h>
@@ -264,6 +265,10 @@ class DeviceDecoder : Sequences {
   void enqueue() {
     for (int64_t s = 0; s < kSteps; ++s) {
       const at::Tensor logits_bv = target_.decode_step(ids_b_, positions_b_, cache_);
+      if (options_.sampling.is_greedy()) {
+        decode_choose(logits_bv, said_sb_[s], ids_b_, positions_b_);
+        continue;
+      }
       const at::Tensor chosen_b = chosen_tokens(logits_bv, options_.sampling, draws_sb_[s]);
       said_sb_[s].copy_(chosen_b);
       ids_b_.copy_(chosen_b);

@@ -343,11 +343,7 @@ at::Tensor Target::few_tokens(const FewTokens& few, const KeyValueCache& cache, 
   const Weights& w = *weights_;
   const TargetConfig& config = w.config;
   const at::Tensor &ids_b = few.ids_b, &positions_b = few.positions_b;
-  at::Tensor x_bh = at::embedding(w.embedding_vh, ids_b);
-  const at::Tensor half_bf = positions_b.to(at::kFloat).unsqueeze(1) * w.inverse_frequencies;
-  // Rounded as forward() rounds them.
-  const at::Tensor cos_bf = (half_bf.cos() * config.rope.attention_scaling).to(x_bh.scalar_type()).to(at::kFloat);
-  const at::Tensor sin_bf = (half_bf.sin() * config.rope.attention_scaling).to(x_bh.scalar_type()).to(at::kFloat);
+  auto [x_bh, cos_bf, sin_bf] = decode_start(ids_b, positions_b, w.embedding_vh, w.inverse_frequencies, config.rope.attention_scaling);  // rounded as forward() rounds them
   at::Tensor normed_bh = norm(x_bh, w.layers.front().input_norm_h, config.rms_norm_eps);
   for (size_t i = 0; i < static_cast<size_t>(layers); ++i) {
     const Layer& layer = w.layers[i];

@@ -97,3 +97,29 @@ TEST_CASE("cuda: the gate of a step equals its composition") {
     CHECK(relative_distance(sf::decode_gate(x).cpu().to(at::kDouble), expected.cpu().to(at::kDouble)) < (type == at::kFloat ? 1e-6 : 1e-3));
   }
 }
+
+TEST_CASE("cuda: a step begins and ends as its compositions do") {
+  if (!has_gpu()) return;
+  const at::Device gpu(at::kCUDA, 0);
+  for (const at::ScalarType type : {at::kFloat, at::kBFloat16}) {
+    const at::Tensor ids = at::tensor({7, 0, 999, 31}, at::kLong), positions = at::tensor({0, 3, 500, 40000}, at::kLong), table = random({1000, 256}).to(type);
+    const at::Tensor frequencies = at::pow(at::full({32}, 1e6, at::kFloat), at::arange(32, at::kFloat) / -32.0);
+    const sf::StepStart found = sf::decode_start(ids.to(gpu), positions.to(gpu), table.to(gpu), frequencies.to(gpu), 1.0), expected = sf::decode_start(ids, positions, table, frequencies, 1.0);
+    CHECK(at::equal(found.x_bh.cpu(), expected.x_bh));
+    const double unit = type == at::kFloat ? 1e-6 : 4e-3;  // the last place, as two libraries' cosines may differ
+    CHECK((found.cos_bf.cpu() - expected.cos_bf).abs().max().item<double>() <= unit);
+    CHECK((found.sin_bf.cpu() - expected.sin_bf).abs().max().item<double>() <= unit);
+    for (const int64_t v : {1, 777, 151936}) {
+      at::Tensor logits = random({4, v}).to(type);
+      if (v > 1) {
+        logits.select(1, v / 3).fill_(50);
+        logits.select(1, v - 1).fill_(50);
+      }
+      const at::Tensor said = at::zeros({4}, ids.options().device(gpu)), next = at::zeros_like(said), places = positions.to(gpu);
+      sf::decode_choose(logits.to(gpu), said, next, places);
+      CHECK(at::equal(said.cpu(), at::full({4}, v / 3, at::kLong)));
+      CHECK(at::equal(next, said));
+      CHECK(at::equal(places.cpu(), positions + 1));
+    }
+  }
+}

@@ -487,3 +487,36 @@ TEST_CASE("on the CPU: attention of a step over caches of any length, in registe
   check_decode_attention<Bf16>(12, 1, 128, {40}, 2e-2);
   check_decode_attention<Bf16>(2, 2, 128, {17}, 2e-2);
 }
+
+TEST_CASE("on the CPU: a step begins with embeddings and angles and ends with the first of the largest logits") {
+  constexpr int64_t kB = 3, kH = 40, kF = 6;
+  Numbers<Bf16> embedding(10 * kH), x(kB * kH);
+  Numbers<float> frequencies(kF), cos(kB * kF), sin(kB * kF);
+  embedding.draw();
+  for (int64_t i = 0; i < kF; ++i) frequencies[i] = 1 / static_cast<float>(i + 1);
+  std::vector<int64_t> ids{7, 0, 9}, positions{0, 5, 31}, said(kB, -1);
+  REQUIRE(decode_launchers()->start({.type = Type::bfloat16, .b = kB, .h = kH, .f = kF, .scaling = 1.25F, .ids_b = ids.data(), .positions_b = positions.data(), .embedding_vh = embedding.data(),
+                                     .inverse_frequencies_f = frequencies.data(), .x_bh = x.data(), .cos_bf = cos.data(), .sin_bf = sin.data()}, nullptr) == nullptr);
+  for (int64_t i = 0; i < kB * kH; ++i) CHECK(wide(x[i]) == wide(embedding[ids[static_cast<size_t>(i / kH)] * kH + i % kH]));
+  for (int64_t i = 0; i < kB * kF; ++i) {
+    const float angle = static_cast<float>(positions[static_cast<size_t>(i / kF)]) * frequencies[i % kF];
+    CHECK(cos[i] == wide(narrow<Bf16>(std::cos(angle) * 1.25F)));
+    CHECK(sin[i] == wide(narrow<Bf16>(std::sin(angle) * 1.25F)));
+  }
+  for (const int64_t v : {1, 250, 2051, 8192}) {
+    Numbers<Bf16> logits(kB * v);
+    logits.draw();
+    std::vector<int64_t> expected;
+    for (int64_t row = 0; row < kB; ++row) {
+      if (v > 100) logits[row * v + v - 1 - row] = logits[row * v + v / 2 + row] = narrow<Bf16>(9.0F);  // two of them
+      int64_t best = 0;
+      for (int64_t i = 1; i < v; ++i) best = wide(logits[row * v + i]) > wide(logits[row * v + best]) ? i : best;
+      expected.push_back(best);
+    }
+    positions = {0, 5, 31};
+    REQUIRE(decode_launchers()->choose({.type = Type::bfloat16, .b = kB, .v = v, .logits_bv = logits.data(), .said_b = said.data(), .ids_b = ids.data(), .positions_b = positions.data()}, nullptr) == nullptr);
+    CHECK(said == expected);
+    CHECK(ids == expected);
+    CHECK(positions == std::vector<int64_t>{1, 6, 32});
+  }
+}

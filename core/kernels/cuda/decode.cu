@@ -10,6 +10,27 @@
 namespace sf::cuda {
 namespace {
 
+#ifdef __CUDACC__  // tests/kernels/fibers.hpp has its own
+__device__ inline void cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// A float at the same place of another block's shared memory.
+__device__ inline float of_block(const float* mine, int rank) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address;
+  float value;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
+  return value;
+#else
+  return *mine;
+#endif
+}
+#endif
+
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kLanes = 8;              // that hold a key
@@ -201,24 +222,6 @@ __device__ inline void tile_product(float (&sum)[4], uint32_t a0, uint32_t a1, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-__device__ inline void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// A float at the same place of another block's shared memory.
-__device__ inline float of_block(const float* mine, int rank) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t address;
-  float value;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
-  return value;
-#else
-  return *mine;
-#endif
-}
 #endif
 
 __device__ inline uint32_t packed(float low, float high) {
@@ -250,6 +253,8 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(DecodeAttention 
   const int64_t sequence = blockIdx.x / splits;
   const int kv = blockIdx.y, first = blockIdx.z * kHeads;
   const int count = min(kHeads, group - first);
+  let_next_come();
+  wait_for_before();
   const int position = static_cast<int>(a.positions_b[sequence]), tokens = position + 1;
   const int64_t row = (sequence * m + kv) * a.capacity * kHeadSize;
   bf16* keys = static_cast<bf16*>(a.keys_bmce) + row;
@@ -460,17 +465,7 @@ __global__ void __launch_bounds__(kThreads, 2) attention_kernel(DecodeAttention 
 
 // Blocks that share a sequence: as many as find room beside each other, if the cache has work for them. One where there are no clusters.
 int splits_for(const DecodeAttention& a, unsigned blocks) {
-#ifdef __CUDACC__
-  static const int processors = [] {
-    int device = 0, major = 0, count = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    return major >= 9 ? count : 0;
-  }();
-#else
-  const int processors = 0;
-#endif
+  const int processors = clusters_are_there() ? processor_count() : 0;
   int splits = 1;
   while (splits < 8 && 2 * splits * static_cast<int64_t>(blocks) <= 2 * static_cast<int64_t>(processors) && 2 * splits * kStep * kWarps / 2 <= a.capacity) {
     splits *= 2;
@@ -483,23 +478,7 @@ Error launch(const DecodeAttention& a, cudaStream_t stream) {
   const auto groups = static_cast<unsigned>((a.n / a.m + kHeads - 1) / kHeads);
   const int splits = splits_for(a, static_cast<unsigned>(a.b * a.m) * groups);
   const dim3 grid(static_cast<unsigned>(a.b) * splits, static_cast<unsigned>(a.m), groups);
-  if (splits == 1) {
-    attention_kernel<kHeadSize, kHeads><<<grid, kThreads, 0, stream>>>(a, 1);
-    return last_error();
-  }
-#ifdef __CUDACC__
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  const cudaError_t error = cudaLaunchKernelEx(&config, attention_kernel<kHeadSize, kHeads>, a, splits);
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
-#endif
+  return launch_early(attention_kernel<kHeadSize, kHeads>, grid, dim3(kThreads), static_cast<unsigned>(splits), stream, a, splits);
 }
 
 template <int kHeadSize>
@@ -540,6 +519,8 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(DecodeGate a) {
     return;
   }
   const int64_t row = at / a.i, column = at % a.i;  // i is a multiple of kAtOnce
+  let_next_come();
+  wait_for_before();
   const T* from = static_cast<const T*>(a.gate_up_b2i) + row * 2 * a.i + column;
   float gate[kAtOnce], up[kAtOnce];
   load(gate, from);
@@ -555,15 +536,110 @@ Error gate(const DecodeGate& a, void* stream) {
   const int64_t per_block = kThreads * (a.type == Type::bfloat16 ? 8 : 4);
   const auto blocks = static_cast<unsigned>((a.b * a.i + per_block - 1) / per_block);
   const auto on = static_cast<cudaStream_t>(stream);
-  if (a.type == Type::bfloat16) {
-    gate_kernel<bf16><<<blocks, kThreads, 0, on>>>(a);
-  } else {
-    gate_kernel<float><<<blocks, kThreads, 0, on>>>(a);
-  }
-  return last_error();
+  return launch_early(a.type == Type::bfloat16 ? gate_kernel<bf16> : gate_kernel<float>, dim3(blocks), dim3(kThreads), 1, on, a);
 }
 
-const DecodeLaunchers launchers = {.attention = attention, .gate = gate};
+template <class T>
+__global__ void __launch_bounds__(kThreads) start_kernel(DecodeStart a) {
+  let_next_come();
+  wait_for_before();
+  const int64_t row = blockIdx.x, id = a.ids_b[row];
+  const auto position = static_cast<float>(a.positions_b[row]);
+  for (int64_t i = threadIdx.x; i < a.f; i += kThreads) {
+    const float angle = position * a.inverse_frequencies_f[i];
+    a.cos_bf[row * a.f + i] = rounded<T>(cosf(angle) * a.scaling);
+    a.sin_bf[row * a.f + i] = rounded<T>(sinf(angle) * a.scaling);
+  }
+  const T* from = static_cast<const T*>(a.embedding_vh) + id * a.h;
+  T* to = static_cast<T*>(a.x_bh) + row * a.h;
+  for (int64_t i = threadIdx.x; i < a.h; i += kThreads) {
+    to[i] = from[i];
+  }
+}
+
+Error start(const DecodeStart& a, void* stream) {
+  return launch_early(a.type == Type::bfloat16 ? start_kernel<bf16> : start_kernel<float>, dim3(static_cast<unsigned>(a.b)), dim3(kThreads), 1, static_cast<cudaStream_t>(stream), a);
+}
+
+// A cluster of blocks shares a row.
+struct Best {
+  float value;
+  uint32_t place;
+  __device__ void meet(float other, uint32_t there) {
+    if (other > value || (other == value && there < place)) {
+      value = other;
+      place = there;
+    }
+  }
+};
+
+template <class T, int N>
+__global__ void __launch_bounds__(kThreads) choice_kernel(DecodeChoice a, int splits) {
+  __shared__ float values[kWarps], places[kWarps], block_value, block_place;  // places as bits
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rank = static_cast<int>(blockIdx.x) % splits;
+  const int64_t row = blockIdx.x / splits;
+  let_next_come();
+  wait_for_before();
+  const T* logits = static_cast<const T*>(a.logits_bv) + row * a.v;
+  Best best{-INFINITY, 0xffffffffu};
+#pragma unroll 4
+  for (int64_t c = (static_cast<int64_t>(rank) * kThreads + threadIdx.x) * N; c < a.v; c += static_cast<int64_t>(splits) * kThreads * N) {
+    float some[N];
+    load(some, logits + c);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      best.meet(some[i], static_cast<uint32_t>(c + i));
+    }
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(0xffffffffu, best.value, step);
+    best.meet(other, __shfl_xor_sync(0xffffffffu, best.place, step));
+  }
+  if (lane == 0) {
+    values[warp] = best.value;
+    places[warp] = __uint_as_float(best.place);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < kWarps; ++w) {
+      best.meet(values[w], __float_as_uint(places[w]));
+    }
+    block_value = best.value;
+    block_place = __uint_as_float(best.place);
+  }
+  if (splits > 1) {
+    cluster_barrier();
+    if (rank == 0 && threadIdx.x == 0) {
+      for (int s = 1; s < splits; ++s) {
+        best.meet(of_block(&block_value, s), __float_as_uint(of_block(&block_place, s)));
+      }
+    }
+    cluster_barrier();
+  }
+  if (rank == 0 && threadIdx.x == 0) {
+    const int64_t place = best.place == 0xffffffffu ? 0 : best.place;  // no number at all
+    a.said_b[row] = place;
+    a.ids_b[row] = place;
+    ++a.positions_b[row];
+  }
+}
+
+template <class T>
+Error choose_of(const DecodeChoice& a, cudaStream_t stream) {
+  constexpr int kAtOnce = 16 / sizeof(T);
+  const int splits = clusters_are_there() ? 8 : 1;
+  const bool aligned = a.v % kAtOnce == 0 && is_aligned(a.logits_bv);
+  return launch_early(aligned ? choice_kernel<T, kAtOnce> : choice_kernel<T, 1>, dim3(static_cast<unsigned>(a.b * splits)), dim3(kThreads), static_cast<unsigned>(splits), stream, a, splits);
+}
+
+Error choose(const DecodeChoice& a, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  return a.type == Type::bfloat16 ? choose_of<bf16>(a, on) : choose_of<float>(a, on);
+}
+
+const DecodeLaunchers launchers = {.start = start, .choose = choose, .attention = attention, .gate = gate};
 
 }  // namespace
 

@@ -37,7 +37,33 @@ struct DecodeGate {
   void* out_bi;
 };
 
+/// What a step begins with: embeddings of the tokens, and the angles' cosines and sines, times `scaling`, rounded to the type and kept as float32.
+struct DecodeStart {
+  Type type;
+  int64_t b, h, f;
+  float scaling;
+  const int64_t* ids_b;          // below the embedding's rows
+  const int64_t* positions_b;
+  const void* embedding_vh;
+  const float* inverse_frequencies_f;
+  void* x_bh;
+  float* cos_bf;
+  float* sin_bf;
+};
+
+/// What a greedy step ends with: the place of the largest logit, the first among equals, as the token that was said and the next one in; positions go on by one.
+struct DecodeChoice {
+  Type type;
+  int64_t b, v;
+  const void* logits_bv;
+  int64_t* said_b;
+  int64_t* ids_b;
+  int64_t* positions_b;
+};
+
 struct DecodeLaunchers {
+  Error (*start)(const DecodeStart&, void* stream);
+  Error (*choose)(const DecodeChoice&, void* stream);
   Error (*attention)(const DecodeAttention&, void* stream);
   Error (*gate)(const DecodeGate&, void* stream);
 };

@@ -68,6 +68,57 @@ __device__ inline void store(T* to, const float (&in)[N]) {
 }
 
 #ifdef __CUDACC__  // tests/kernels/fibers.hpp has its own
+// Major number of the device's compute capability.
+inline int capability() {
+  static const int major = [] {
+    int device = 0, found = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, device);
+    return found;
+  }();
+  return major;
+}
+
+inline bool clusters_are_there() { return capability() >= 9; }
+inline int processor_count() {
+  static const int count = [] {
+    int device = 0, found = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device);
+    return found;
+  }();
+  return count;
+}
+
+// A kernel that is brought in while the one before it ends, where the device can: it calls wait_for_before() before it touches memory. `cluster` blocks of x make a cluster.
+template <class... Parameters, class... Arguments>
+Error launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = attributes;
+  config.numAttrs = capability() < 9 ? 0 : cluster > 1 ? 2 : 1;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+// Lets the next kernel of launch_early() come in now; it waits there. All blocks have to call this or end.
+__device__ inline void let_next_come() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ inline uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
 
 // Copies without waiting; zeros when the source is not `valid` (it must still be an address).

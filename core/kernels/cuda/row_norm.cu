@@ -6,6 +6,7 @@ namespace sf::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int64_t kStepRows = 256;       // up to which a norm is as short as a decoding step's, and its start counts
 constexpr int64_t kForwardBlocks = 396;  // three for each multiprocessor of the cards this is tuned for
 
 template <class T, int N>
@@ -65,6 +66,8 @@ __global__ void __launch_bounds__(kThreads, 3) one_round_forward_kernel(RmsNormF
   __shared__ float scratch[32];
   const int64_t c = static_cast<int64_t>(threadIdx.x) * N;
   const bool inside = c < a.h;
+  let_next_come();
+  wait_for_before();
   Numbers weight{}, next_x{}, next_residual{};
   if (inside) {
     weight = *reinterpret_cast<const Numbers*>(static_cast<const T*>(a.weight_h) + c);
@@ -292,7 +295,11 @@ Error forward(const RmsNormForward& a, cudaStream_t stream) {
   const int threads = threads_for(a.h, N);
   if (a.h <= static_cast<int64_t>(threads) * N) {
     const auto grid = static_cast<unsigned>(a.r < kForwardBlocks ? a.r : kForwardBlocks);
-    (a.residual_rh != nullptr ? one_round_forward_kernel<T, N, true> : one_round_forward_kernel<T, N, false>)<<<grid, threads, 0, stream>>>(a);
+    const auto kernel = a.residual_rh != nullptr ? one_round_forward_kernel<T, N, true> : one_round_forward_kernel<T, N, false>;
+    if (a.r <= kStepRows) {
+      return launch_early(kernel, dim3(grid), dim3(threads), 1, stream, a);
+    }
+    kernel<<<grid, threads, 0, stream>>>(a);
   } else {
     forward_kernel<T, N><<<static_cast<unsigned>(a.r), threads, 0, stream>>>(a);
   }
