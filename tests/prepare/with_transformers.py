@@ -132,6 +132,16 @@ def split_of(parts):
     return pre_tokenizers.Sequence(made + ([] if "gpt2" in parts else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]))
 
 
+def merges_by_score(vocabulary: dict, scores) -> list:
+    """The merges that a SentencePiece vocabulary stands for: all pairs of its tokens that are tokens together, the best first. As transformers' converter does
+    it, which looks each piece up in a list: minutes."""
+    score, found = {token: scores[number] for token, number in vocabulary.items()}, []
+    for token in vocabulary:
+        pairs = [(token[:k], token[k:]) for k in range(1, len(token)) if token[:k] in score and token[k:] in score]
+        found += [(score[token], pair) for pair in sorted(pairs, key=lambda pair: (score[pair[0]], score[pair[1]]), reverse=True)]
+    return [" ".join(pair) for _, pair in sorted(found, key=lambda one: one[0], reverse=True)]
+
+
 def from_gguf(path: Path):
     """The tokenizer of a GGUF file: vocabulary and merges are the file's, the split is the model's."""
     import gguf
@@ -156,9 +166,9 @@ def from_gguf(path: Path):
         tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Replace(" ", "▁"), pre_tokenizers.Split(" ", "merged_with_previous")
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     elif model == "llama":
-        tokenizer = GGUF_TO_FAST_CONVERTERS["llama"]({
-            "tokens": tokens, "scores": field("scores"), "merges": None, "token_type": field("token_type"), "tokenizer_type": "llama", "added_tokens": None,
-            **{f"{key}_token_id": field(f"{long}_token_id") for key, long in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}}).converted()
+        known = {"tokens": tokens, "scores": field("scores"), "merges": merges_by_score(vocabulary, field("scores")), "token_type": field("token_type"),
+                 "tokenizer_type": "llama", "bos_token_id": field("bos_token_id"), "eos_token_id": field("eos_token_id"), "unk_token_id": field("unknown_token_id")}
+        tokenizer = GGUF_TO_FAST_CONVERTERS["llama"]({key: value for key, value in known.items() if value is not None}).converted()
     else:
         raise ValueError(f"{path.name}: a tokenizer of the kind {model}, which nothing here reads")
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token, kind in zip(tokens, field("token_type")) if kind == 3])
