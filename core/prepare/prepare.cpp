@@ -11,6 +11,7 @@
 #include <exception>
 #include <fstream>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <system_error>
 #include <thread>
@@ -251,10 +252,12 @@ fs::path report_path(const fs::path& output) {
   return output.string() + ".report.json";
 }
 
-PrepareResult prepare(const PrepareRequest& request) {
+PrepareResult prepare(const PrepareRequest& asked) {
   const Clock::time_point started = Clock::now();
   PrepareResult result;
+  PrepareRequest request = asked;
   const std::vector<InputFile> inputs = open_inputs(request.input);
+  request.text.input_bytes = std::accumulate(inputs.begin(), inputs.end(), int64_t{0}, [](int64_t sum, const InputFile& input) { return sum + static_cast<int64_t>(input.bytes.size()); });
   auto worker = std::make_unique<TextWorker>(request.text);
   const Json facts = worker->facts();
   log_info("prepare ({}): tokens by {}", request.name, facts.at("encoder").as_string());

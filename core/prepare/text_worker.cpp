@@ -45,7 +45,7 @@ TextWorker::TextWorker(const TextWorkerSettings& settings) : python_(variable("S
   process_ = std::make_unique<ChildProcess>(std::vector<std::string>{python_, settings.script.string()},
                                             std::vector<std::string>{"TOKENIZERS_PARALLELISM=false", "RAYON_NUM_THREADS=1", "FASTOKENS_BPE_THREADS=1", "PYTHONDONTWRITEBYTECODE=1"});
   Json first = settings.to_json();
-  first.set("target", settings.target.string());
+  first.set("target", settings.target.string()).set("input_bytes", settings.input_bytes);
   Json packages = Json::array();
   const std::string folder = variable("SF_PYTHON_DIR", SF_PYTHON_DIR);
   if (std::error_code ignored; !folder.empty() && std::filesystem::is_directory(folder, ignored)) packages.push_back(folder);

@@ -25,8 +25,9 @@ struct TextWorkerSettings {
   std::vector<std::string> ignored;     // texts whose tokens are reported
   bool whole_texts = false;             // a preformatted text is supervised as a whole
   bool prompts = false;                 // conversations up to the next answer, whose generation prompt is rendered
+  int64_t input_bytes = 0;              // of all lines that rows() will be asked for: a faster library is loaded where that pays (docs/data.md)
 
-  /// What the result of rows() depends on, less the files.
+  /// What the result of rows() depends on, less the files and input_bytes.
   [[nodiscard]] Json to_json() const;
 };
 

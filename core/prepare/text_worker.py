@@ -3,7 +3,7 @@
 
 sf-host starts one such process for each worker, writes requests to its standard input, reads answers from its standard output and
 kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
-"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false}; the first one out is {"ready": {...}} or {"error", "fix"}. Then
+"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "input_bytes": 0}; the first one out is {"ready": {...}} or {"error", "fix"}. Then
 
     {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids": COUNT, ...} or {"skip": REASON, "why"}, each with COUNT
                                                                       32-bit integers behind it, little end first: most of what is said
@@ -550,6 +550,7 @@ GPT2_SPLIT = CONTRACTIONS + r"| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 DIGITS_SPLIT = CONTRACTIONS + r"| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"
 OTHER_BLANK = "\u180e"  # a blank to fastokens and none to tokenizers, the only character that they class differently (with_transformers.py tries all)
 CHECKED_EVERY = 100  # rows: one of so many is encoded by both libraries
+FAST_FROM = 40  # bytes of input for each token of the vocabulary; for less the faster library is left out: loading it takes longer than it saves
 
 
 def kinds(part):
@@ -832,8 +833,11 @@ class TextWorker:
         self.add_listed_tokens(config)
         self.fast, self.encoded = None, 0
         self.encoder = f"tokenizers {importlib.metadata.version('tokenizers')}"
-        if os.environ.get("SF_FAST_TOKENIZER") == "0":
+        wanted, size = os.environ.get("SF_FAST_TOKENIZER", ""), settings.get("input_bytes")
+        if wanted == "0":
             self.encoder += " (SF_FAST_TOKENIZER = 0)"
+        elif wanted != "1" and size is not None and size < FAST_FROM * self.tokenizer.get_vocab_size(with_added_tokens=True):
+            self.encoder += f" (less than {FAST_FROM} bytes of input for each token of the vocabulary)"
         else:
             try:
                 self.fast = FastEncoder(self.tokenizer, json.loads(self.tokenizer.to_str()))

@@ -111,6 +111,18 @@ class Prepare(unittest.TestCase):
         self.assertEqual(report["outputs"][0]["supervised"], sum(sum(r["loss_mask"]) for r in records))
         self.assertEqual({role for r in records for role, _, _ in r["roles"]}, {"user", "assistant"})
 
+    def test_a_small_input_is_tokenized_without_the_faster_library_to_the_same_bytes(self):
+        draw = random.Random(8)
+        self.write([chat(words(draw, 9) + "'s 12\n\n  é", words(draw, 30), id=str(k)) for k in range(50)])
+        made = {}
+        for wanted in ("", "1"):
+            shutil.rmtree(self.place / "tokens", ignore_errors=True)
+            done = self.host("--json", env={**os.environ, "SF_FAST_TOKENIZER": wanted})
+            self.assertEqual(done.returncode, 0, done.stderr)
+            made[json.loads(done.stdout)["train"]["rules"]["tokenizer"]["encoder"].split()[0]] = (self.place / "tokens/train.jsonl").read_bytes()
+        self.assertEqual(sorted(made), ["fastokens", "tokenizers"])
+        self.assertEqual(made["fastokens"], made["tokenizers"])
+
     def test_again_nothing_is_done_and_other_options_do_it_anew(self):
         draw = random.Random(2)
         self.write([chat(words(draw, 5), words(draw, 12)) for _ in range(5)])

@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import tempfile
 import unittest
 from pathlib import Path
@@ -291,6 +293,33 @@ class Fast(unittest.TestCase):
         self.assertIn("SF_FAST_TOKENIZER=0", fault.exception.fix)
         with mock.patch.dict(os.environ, SF_FAST_TOKENIZER="0"):
             self.assertIsNone(self.worker().fast)
+
+    def test_for_a_small_input_the_faster_library_is_not_loaded_and_the_answers_are_the_same(self):
+        self.worker()
+        lines = [json.dumps({"messages": [{"role": "user", "content": "".join(draw.choice(self.LETTERS) for _ in range(40))}, {"role": "assistant", "content": "So it's 12."}],
+                             "id": number}).encode() for draw in [random.Random(7)] for number in range(150)]
+        asked = b"".join([b'{"op": "rows", "count": 150}\n', *(line + b"\n" for line in lines)])
+        script = "import sys, text_worker; code = text_worker.main(); sys.exit(3 if 'fastokens' in sys.modules else code)"
+
+        def answers(size, wanted=None):
+            settings = json.dumps({"target": str(self.place / "chatml"), "input_bytes": size, "packages": [str(families.PACKAGES)], "ignored": ["it's"]}).encode() + b"\n"
+            environment = {**{key: value for key, value in os.environ.items() if key != "SF_FAST_TOKENIZER"}, "PYTHONPATH": str(Path(text_worker.__file__).parent),
+                           "PYTHONDONTWRITEBYTECODE": "1", **({"SF_FAST_TOKENIZER": wanted} if wanted else {})}
+            done = subprocess.run([sys.executable, "-c", script], input=settings + asked, capture_output=True, env=environment, timeout=120)
+            ready, rest = done.stdout.split(b"\n", 1)
+            return done.returncode, json.loads(ready)["ready"]["encoder"], rest
+
+        border = text_worker.FAST_FROM * text_worker.TextWorker({"target": str(self.place / "chatml"), "input_bytes": 0}).facts["tokens"]
+        code, encoder, small = answers(border - 1)
+        self.assertEqual(code, 0, "fastokens was loaded")
+        self.assertRegex(encoder, r"^tokenizers [\d.]+ \(less than 40 bytes of input for each token of the vocabulary\)$")
+        code, encoder, large = answers(border)
+        self.assertEqual(code, 3, "fastokens was not loaded")
+        self.assertRegex(encoder, "^fastokens")
+        self.assertGreater(len(small), 10000)
+        self.assertEqual(small, large)
+        self.assertEqual(answers(0, "1"), (code, encoder, large))
+        self.assertEqual(answers(border, "0")[::2], (0, small))
 
     def test_one_row_in_a_hundred_is_checked(self):
         worker = self.worker()
