@@ -143,9 +143,10 @@ void run_workers(Shared& shared, std::unique_ptr<TextWorker> first, int64_t byte
       told = Clock::now();
       const auto done = static_cast<double>(shared.bytes_done.load());
       const double rate = done / seconds_since(started);
-      log_info("prepare ({})  {} %  rows {}  skipped {}  {} MB/s  eta {}", shared.request.name,
-               static_cast<int64_t>(100.0 * done / static_cast<double>(std::max<int64_t>(bytes_left, 1))), shared.rows_done.load(), shared.skipped.load(),
-               format_fixed(rate / 1e6, 2), human_duration((static_cast<double>(bytes_left) - done) / std::max(rate, 1.0)));
+      const double share = done / static_cast<double>(std::max<int64_t>(bytes_left, 1));
+      log_info("prepare ({})  {} %  rows {}  skipped {}  {} MB/s{}", shared.request.name, static_cast<int64_t>(100.0 * share), shared.rows_done.load(), shared.skipped.load(),
+               format_fixed(rate / 1e6, 2),  // the first hundredth tells nothing of the rest
+               share < 0.01 ? "" : format("  eta {}", human_duration((static_cast<double>(bytes_left) - done) / rate)));
     }
   }
   for (std::thread& thread : threads) thread.join();
@@ -184,7 +185,9 @@ class Output {
     return json;
   }
   void take_name() {
-    fs::rename(part_, path_);
+    std::error_code failed;
+    fs::rename(part_, path_, failed);
+    if (failed) throw Error(ExitCode::kData, format("{} can't get its name: {}", path_, failed.message()), "is something in the way, or the folder not yours to write to?");
     part_.clear();
     sync_path(path_.parent_path());
   }
@@ -202,32 +205,70 @@ class Output {
   Sha256 sha_;
 };
 
-// The report of an earlier call when it and its files are still as they were written.
-std::optional<Json> earlier_report(const fs::path& output) {
+// The report of an earlier call, with the files of it that are there and as they were written; is_whole: all of them.
+struct Earlier {
+  Json report;
+  std::vector<fs::path> files;
+  bool is_whole = true;
+};
+
+std::optional<Earlier> earlier_call(const fs::path& output) {
   std::error_code ignored;
   if (!fs::is_regular_file(report_path(output), ignored)) return std::nullopt;
   try {
-    Json report = Json::parse(read_file(report_path(output)));
-    for (const Json& file : report.at("outputs").items()) {
-      const fs::path path = file.at("path").as_string();
-      if (!fs::is_regular_file(path, ignored) || sha256_file(path) != file.at("sha256").as_string()) return std::nullopt;
-    }
-    return report;
+    Earlier earlier{.report = Json::parse(read_file(report_path(output)))};
+    const auto find = [&](const Json& files, bool counts) {
+      for (const Json& file : files.items()) {
+        const fs::path path = file.at("path").as_string();
+        const bool is_there = fs::is_regular_file(path, ignored) && sha256_file(path) == file.at("sha256").as_string();
+        if (is_there) earlier.files.push_back(path);
+        if (counts) earlier.is_whole = earlier.is_whole && is_there;
+      }
+    };
+    find(earlier.report.at("outputs"), true);
+    if (const Json* replaced = earlier.report.find("replaces")) find(*replaced, false);
+    return earlier;
   } catch (const JsonError&) {
     return std::nullopt;
   }
 }
 
-void check_not_in_the_way(const PrepareRequest& request, const std::optional<Json>& earlier) {
+void check_not_in_the_way(const PrepareRequest& request, const std::optional<Earlier>& earlier) {
   for (const fs::path& path : {request.output, request.held_out_output}) {
     std::error_code ignored;
     if (path.empty() || !fs::exists(path, ignored)) continue;
-    bool is_ours = false;
-    for (std::size_t i = 0; earlier && i < earlier->at("outputs").size(); ++i) is_ours |= earlier->at("outputs").at(i).at("path").as_string() == path.string();
-    if (!is_ours) {
+    if (!earlier || std::find(earlier->files.begin(), earlier->files.end(), path) == earlier->files.end()) {
       throw Error(ExitCode::kData, format("{} is there already, and is not what prepare wrote", path), "remove it, or name another file for the token records");
     }
   }
+}
+
+// Both sides of a split have to be something.
+void check_split(const PrepareRequest& request, int64_t kept, std::optional<int64_t> held_out) {
+  if (!held_out || (kept > 0 && *held_out > 0)) return;
+  throw Error(ExitCode::kData, format("{}: of {} records {} {} held out (data.held_out_share = {}, data.split_seed = {})", request.input, kept + *held_out, kept > 0 ? "none" : "all",
+                                      kept > 0 ? "is" : "are", request.held_out_share, request.split_seed),
+              "records with the same question stay together; set another share or seed, or bring more questions");
+}
+
+// What helps against the reason for which most rows were skipped.
+std::string what_helps(const RowCounts& counts) {
+  constexpr std::pair<const char*, const char*> kHelp[] = {
+      {"encoding", "write the file in UTF-8: iconv -f UTF-16 -t UTF-8, or -f LATIN1"},
+      {"json", "one JSON object a line is expected; jq -c . writes a spread-out file so, jq -c '.[]' one JSON array"},
+      {"no-conversation", "each row needs messages, conversations or text (docs/data.md)"},
+      {"template", "see what the template says; data.chat_template_options gives it values, data.chat_template_path names another"},
+      {"mask", "the template writes answers where no generation prompt leads to; data.chat_template_options (a reasoning mode, for one) or data.chat_template_path may help"},
+      {"too-few-supervised", "lower data.min_supervised_tokens, or see with data.max_skipped_share = 1 and sf-host doctor data what is supervised; does the template write answers at all?"},
+      {"cut-before-answer", "raise data.max_length"},
+      {"too-long", "raise data.max_length"},
+      {"duplicate", "data.deduplicate = false keeps them"},
+      {"no-answer", "an answer (role assistant, gpt) is what a draft learns; prompts alone are for data.prompts_conversations_path"}};
+  const auto most = std::max_element(counts.skipped.begin(), counts.skipped.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
+  for (const auto& [reason, help] : kHelp) {
+    if (most != counts.skipped.end() && most->first == reason) return help;
+  }
+  return "mend these rows: docs/data.md says what a row may look like";
 }
 
 void check_counts(const PrepareRequest& request, const RowCounts& counts) {
@@ -235,14 +276,14 @@ void check_counts(const PrepareRequest& request, const RowCounts& counts) {
   if (counts.rows == 0) throw Error(ExitCode::kData, format("{}: there is no row in it", request.input), "one JSON object a line is expected");
   if (counts.records == 0) {
     throw Error(ExitCode::kData, format("{}: of {} rows none gives a usable record{}", request.input, counts.rows, counts.table()),
-                "see the reasons: roles, template and data.max_length are the usual ones");
+                what_helps(counts));
   }
   const double share = static_cast<double>(counts.skipped_rows()) / static_cast<double>(counts.rows);
   if (share > request.max_skipped_share) {
     throw Error(ExitCode::kData,
                 format("{}: {} of {} rows were skipped, more than data.max_skipped_share = {} allows{}", request.input, counts.skipped_rows(), counts.rows,
                        request.max_skipped_share, counts.table()),
-                "mend the rows or the options; data.max_skipped_share = 1 accepts any loss");
+                what_helps(counts) + "; data.max_skipped_share = 1 accepts any loss");
   }
 }
 
@@ -284,9 +325,10 @@ PrepareResult prepare(const PrepareRequest& asked) {
   wanted.set("inputs", std::move(sums));
   const std::string fingerprint = sha256(wanted.dump());
 
-  const std::optional<Json> earlier = earlier_report(request.output);
-  if (earlier && earlier->find("fingerprint") != nullptr && earlier->at("fingerprint").as_string() == fingerprint) {
-    result.report = *earlier;
+  const std::optional<Earlier> earlier = earlier_call(request.output);
+  const Json* known = earlier && earlier->is_whole ? earlier->report.find("fingerprint") : nullptr;
+  if (known != nullptr && known->as_string() == fingerprint) {
+    result.report = earlier->report;
     result.was_finished = true;
     log_info("prepare ({}): {} is there and whole, nothing to do", request.name, request.output);
     return result;
@@ -341,6 +383,7 @@ PrepareResult prepare(const PrepareRequest& asked) {
   }
   try {
     check_counts(request, counts);
+    check_split(request, output.records, held_out ? std::optional(held_out->records) : std::nullopt);
   } catch (const Error&) {
     folder.remove();  // nothing of it would be used
     throw;
@@ -348,15 +391,23 @@ PrepareResult prepare(const PrepareRequest& asked) {
   Json outputs = Json::array();
   outputs.push_back(output.finish());
   if (held_out) outputs.push_back(held_out->finish());
-  output.take_name();
-  if (held_out) held_out->take_name();
 
   result.seconds = seconds_since(started);
   result.report = counts.to_json();
   result.report.set("fingerprint", fingerprint).set("inputs", std::move(sources)).set("outputs", std::move(outputs));
   result.report.set("rules", rules).set("target", request.text.target.string());
   result.report.set("seconds", result.seconds).set("bytes_per_second", static_cast<double>(result.bytes_read) / std::max(result.seconds, 1e-9));
-  atomic_write(report_path(request.output), result.report.dump(2) + "\n");
+  // The report comes first, with what it replaces: killed between two names, the next call knows all files there as prepare's.
+  Json announced = result.report;
+  if (earlier) {
+    Json replaced = Json::array();
+    for (const fs::path& file : earlier->files) replaced.push_back(Json::object({{"path", file.string()}, {"sha256", sha256_file(file)}}));
+    announced.set("replaces", std::move(replaced));
+  }
+  atomic_write(report_path(request.output), announced.dump(2) + "\n");
+  output.take_name();
+  if (held_out) held_out->take_name();
+  if (earlier) atomic_write(report_path(request.output), result.report.dump(2) + "\n");
   folder.remove();
   return result;
 }

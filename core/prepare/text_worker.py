@@ -41,6 +41,7 @@ ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assi
          "ipython": "tool"}
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OWN_VALUES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))  # of a template: what a record says, or prepare
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": {"what": "tide"}}}
 PROBE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks something up.", "parameters": {
     "type": "object", "properties": {"what": {"type": "string", "description": "what to look up"}}, "required": ["what"]}}}
@@ -62,19 +63,29 @@ class Skip(Exception):
         self.reason = reason
 
 
-def read_json(path: Path, fix: str):
+def read_text(path: Path, fix: str) -> str:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise Fault(f"{path} does not exist", fix) from None
     except (OSError, ValueError) as error:
         raise Fault(f"{path} can't be read: {error}", fix) from None
 
 
+def read_json(path: Path, fix: str) -> dict:
+    try:
+        found = json.loads(read_text(path, fix))
+    except (ValueError, RecursionError) as error:
+        raise Fault(f"{path} can't be read: {error}", fix) from None
+    if not isinstance(found, dict):
+        raise Fault(f"{path} holds a {type(found).__name__}, an object expected", fix)
+    return found
+
+
 # ---- the record
 
-def text_of(content, where: str) -> str:
-    """A message's content as one text; parts of text are joined, anything else is refused."""
+def text_of(content, where: str, is_tool=False) -> str:
+    """A message's content as one text; parts of text are joined, anything else is refused. What a tool returned may be any JSON, as its text."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -89,7 +100,9 @@ def text_of(content, where: str) -> str:
             else:
                 raise Skip("not-text", f"{where} has a part of type {part.get('type')!r}")
         return "".join(texts)
-    return json.dumps(content, ensure_ascii=False)
+    if is_tool:
+        return json.dumps(content, ensure_ascii=False)
+    raise Skip("bad-message", f"the content of {where} is {type(content).__name__}, a text expected")
 
 
 def calls_of(message, where: str):
@@ -142,7 +155,7 @@ def messages_of(listed, prompts=False) -> tuple:
         if role is None:
             raise Skip("unknown-role", f"{where} has the role {name!r}")
         content = message.get("content", message.get("value"))
-        kept = {"role": role, "content": content if isinstance(content, str) else text_of(content, where)}
+        kept = {"role": role, "content": content if isinstance(content, str) else text_of(content, where, role == "tool")}
         if len(message) == 2:
             messages.append(kept)
             continue
@@ -304,6 +317,7 @@ class Renderer:
         self.special_tokens = special_tokens
         self.options = options or {}
         self.has_marks = "endgeneration" in source
+        self.reads_tools = re.search(r"\btools\b", source) is not None
         specials = sorted(set(special_texts) | set(end_texts), key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, specials))) if specials else None
         self.end_texts = set(end_texts)
@@ -786,16 +800,22 @@ def template_sources(folder: Path, config: dict) -> dict:
     if isinstance(found, str):
         sources["default"] = found
     elif isinstance(found, list):
-        sources.update({entry["name"]: entry["template"] for entry in found if isinstance(entry, dict)})
+        sources.update({entry.get("name", "?"): entry.get("template") for entry in found if isinstance(entry, dict)})
     elif isinstance(found, dict):
         sources.update(found)
+    elif found is not None:
+        sources["default"] = found
+    fix = "fetch the target's file again, or name a template with data.chat_template_path"
     if (folder / "chat_template.jinja").is_file():
-        sources["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        sources["default"] = read_text(folder / "chat_template.jinja", fix)
     elif not sources and (folder / "chat_template.json").is_file():
-        sources["default"] = read_json(folder / "chat_template.json", "remove it").get("chat_template", "")
+        sources["default"] = read_json(folder / "chat_template.json", fix).get("chat_template")
     more = folder / "additional_chat_templates"
     if more.is_dir():
-        sources.update({path.stem: path.read_text(encoding="utf-8") for path in sorted(more.glob("*.jinja"))})
+        sources.update({path.stem: read_text(path, fix) for path in sorted(more.glob("*.jinja"))})
+    for name, source in sources.items():
+        if not isinstance(name, str) or not isinstance(source, str) or not source.strip():
+            raise Fault(f"the chat template {name!r} of {folder} is {'empty' if isinstance(source, str) else type(source).__name__}, a Jinja text expected", fix)
     return sources
 
 
@@ -853,7 +873,7 @@ class TextWorker:
             chosen = Path(settings["template_path"])
             if not chosen.is_file():
                 raise Fault(f"the chat template {chosen} does not exist", "correct data.chat_template_path")
-            sources = {"default": chosen.read_text(encoding="utf-8")}
+            sources = {"default": read_text(chosen, "correct data.chat_template_path: a Jinja text in UTF-8")}
         if not sources and not self.whole_texts:
             raise Fault(f"{folder} has no chat template (tokenizer_config.json, chat_template.jinja)",
                         "name one with data.chat_template_path; for texts without turns set data.text_supervision = \"all\"")
@@ -914,7 +934,7 @@ class TextWorker:
         if self.template is None:
             raise Skip("template", "the target has no chat template")
         messages, notes = messages_of(listed, self.prompts)
-        if record.get("finish_reason") == "length":
+        if record.get("finish_reason") == "length" and not self.prompts:
             next(m for m in reversed(messages) if m["role"] == "assistant")["finish_reason"] = "length"
         tools = record.get("tools")
         if isinstance(tools, str):
@@ -934,8 +954,13 @@ class TextWorker:
                     elif not known:
                         notes.append("reasoning-not-in-template")
                     break
+        if tools and not template.reads_tools:
+            notes.append("tools-not-in-template")
         options = record.get("chat_template_kwargs")
-        options = options if isinstance(options, dict) else None
+        if options is not None and not isinstance(options, dict):
+            raise Skip("bad-options", f"chat_template_kwargs is {type(options).__name__}, an object expected")
+        if options and not OWN_VALUES.isdisjoint(options):
+            raise Skip("bad-options", f"chat_template_kwargs sets {', '.join(sorted(OWN_VALUES.intersection(options)))}, which is prepare's to say")
         try:
             if self.prompts:
                 return template.text(messages, tools or None, options, ask=True), [], [], notes
@@ -1052,6 +1077,9 @@ def main() -> int:
         worker = TextWorker(settings)
     except Fault as fault:
         say({"error": str(fault), "fix": fault.fix})
+        return 1
+    except Exception as error:  # files that nobody foresaw
+        say({"error": f"the tokenizer's files in {settings['target']} can't be used: {type(error).__name__}: {error}", "fix": "fetch tokenizer.json, tokenizer_config.json and generation_config.json again"})
         return 1
     say({"ready": worker.facts})
     gc.freeze()

@@ -192,6 +192,13 @@ class Prepare(unittest.TestCase):
                 (lambda: (target / "tokenizer.json").unlink(), "tokenizer.json does not exist"),
                 (lambda: (target / "chat_template.jinja").write_text("{{ raise_exception('not for you') }}"), "not for you"),
                 (lambda: (target / "chat_template.jinja").write_text("{% if %}"), "can't be compiled"),
+                (lambda: (target / "chat_template.jinja").write_bytes(b"\xff\xfe"), "chat_template.jinja can't be read"),
+                (lambda: (target / "chat_template.jinja").write_text(" \n"), "is empty, a Jinja text expected"),
+                (lambda: (target / "tokenizer.json").write_text("{}"), "tokenizer.json can't be read"),
+                (lambda: (target / "tokenizer_config.json").write_text("[]"), "holds a list, an object expected"),
+                (lambda: (target / "tokenizer_config.json").write_text('{"chat_template": [{"name": "default"}]}'), "is NoneType, a Jinja text expected"),
+                (lambda: (target / "generation_config.json").write_text("[1]"), "generation_config.json holds a list, an object expected"),
+                (lambda: (target / "tokenizer_config.json").write_text('{"chat_template": "x", "added_tokens_decoder": {"a": {"content": "b"}}}'), "can't be used: ValueError"),
                 (lambda: (self.place / "chat.jsonl").write_text(""), "is empty"),
                 (lambda: (self.place / "chat.jsonl").unlink(), "does not exist")]:
             with self.subTest(part):
@@ -207,6 +214,55 @@ class Prepare(unittest.TestCase):
         self.assertEqual(done.returncode, 4)
         self.assertIn("there is no Python", done.stderr)
         self.assertIn("input_ids and loss_mask", done.stderr)
+
+    def test_one_file_for_two_outputs_and_a_split_with_an_empty_side_are_refused(self):
+        self.write([chat("a b c", "d e f"), chat("g h i", "j k l")])
+        share, tokens = "data.held_out_share=0.3", self.place / "tokens"
+        for settings, code, part in [
+                ([share, f"data.eval_data_path={tokens}/train.jsonl"], 2, "have one file"),
+                ([f"data.prompts_conversations_path={self.place}/chat.jsonl", f"data.prompts_data_path={tokens}/../tokens/train.jsonl"], 2, "have one file"),
+                ([f"data.eval_conversations_path={self.place}/chat.jsonl", f"data.eval_data_path={tokens}/train.jsonl"], 2, "have one file"),
+                (["data.held_out_share=0.0001", f"data.eval_data_path={tokens}/eval.jsonl"], 4, "of 2 records none is held out"),
+                (["data.held_out_share=0.9", "data.split_seed=42", f"data.eval_data_path={tokens}/eval.jsonl"], 4, "of 2 records all are held out"),
+                (['data.chat_template_options=["tools=1"]'], 2, "comes from the records"),
+                (['data.chat_template_options=["mood=1", "mood=2"]'], 2, "sets mood, twice"),
+                (['data.ignored_texts=[""]'], 2, "empty text")]:
+            with self.subTest(settings):
+                done = self.host(*(part for one in settings for part in ("--set", one)))
+                self.assertEqual(done.returncode, code, done.stderr + done.stdout)
+                self.assertIn(part, done.stderr)
+                self.assertIn("fix:", done.stderr)
+                self.assertTrue(self.nothing_written())
+        self.assertEqual(self.host("--workers", "-1").returncode, 2)
+
+    def test_killed_between_the_names_of_two_outputs_it_goes_on(self):
+        draw, tokens = random.Random(6), self.place / "tokens"
+        self.write([chat(words(draw, 6), words(draw, 9)) for _ in range(40)])
+        split = ("--set", "data.held_out_share=0.3", "--set", f"data.eval_data_path={tokens}/eval.jsonl")
+        self.report()
+        before = (tokens / "train.jsonl").read_bytes(), json.loads((tokens / "train.jsonl.report.json").read_text())
+        self.report(*split)
+        report = json.loads((tokens / "train.jsonl.report.json").read_text())
+        self.assertNotIn("replaces", report)
+        after = (tokens / "train.jsonl").read_bytes(), (tokens / "eval.jsonl").read_bytes()
+        self.assertNotEqual(before[0], after[0])
+        report["replaces"] = [{"path": output["path"], "sha256": output["sha256"]} for output in before[1]["outputs"]]
+        for left in (before[0], after[0]):  # the report is there, and none or one of the names
+            (tokens / "train.jsonl").write_bytes(left)
+            (tokens / "eval.jsonl").unlink()
+            (tokens / "train.jsonl.report.json").write_text(json.dumps(report))
+            self.assertFalse(self.report(*split)["train"]["was_finished"])
+            self.assertEqual(((tokens / "train.jsonl").read_bytes(), (tokens / "eval.jsonl").read_bytes()), after)
+
+    def test_what_would_help_is_named_by_what_most_rows_lack(self):
+        for rows, part in [([json.dumps(chat("a b", "c d")).encode("utf-16")] * 2, "iconv"), ([b"[", b"]"], "jq -c"), ([chat("a " * 300, "c d")], "raise data.max_length"),
+                           ([{"prompt": "x"}], "needs messages, conversations or text")]:
+            with self.subTest(part):
+                self.write(rows)
+                done = self.host()
+                self.assertEqual(done.returncode, 4)
+                self.assertIn(part, done.stderr.split("fix:")[1])
+        self.use("chatml")
 
     def test_options_of_masks_and_prompts(self):
         self.write([{"messages": CONVERSATION, "category": "greeting"}], "two.jsonl")

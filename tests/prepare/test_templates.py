@@ -178,6 +178,85 @@ class Templates(unittest.TestCase):
                 self.assertEqual(row["ids"][:row["answers"][1][0]], prompt)
 
 
+class Rows(unittest.TestCase):
+    """Whatever a row holds, it is answered with a record or a reason."""
+    ODD = [None, True, 0, 3.5, 1e999, "", "  ", "x", [], [[]], {}, {"a": 1}, ["x"], [{"type": "text", "text": "hi"}], [{"type": "image"}], [None], "<|im_end|>", "\ud800", "\U000F0000",
+           "{", "[1]", '{"a":1}', "<think>a</think>b", "<think>", "</think>", "\n\n", "assistant", "\x00"]
+    KEYS = ["role", "content", "from", "value", "tool_calls", "function", "arguments", "name", "id", "category", "tools", "finish_reason", "reasoning_content", "thinking",
+            "function_call", "chat_template_kwargs", "messages", "conversations", "text"]
+
+    @classmethod
+    def setUpClass(cls):
+        cls.place = Path(tempfile.mkdtemp(prefix="sf-rows-"))
+        cls.workers = dict(families.workers(cls.place / "families"))
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.place)
+
+    def one(self, record, family="chatml", **settings):
+        worker = self.workers[family]
+        worker.prompts, worker.whole_texts, worker.max_length, worker.ignored = (settings.get(key, default) for key, default in (
+            ("prompts", False), ("whole_texts", False), ("max_length", 0), ("ignored", [])))
+        [row] = worker.rows([json.dumps(record).encode()])
+        return row
+
+    def test_rows_that_nobody_foresaw_end_nothing(self):
+        draw = random.Random(11)
+
+        def spots(part):
+            for key, value in list(part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()):
+                yield part, key
+                yield from spots(value)
+        whole = 0
+        for number in range(2500):
+            messages, tools = json.loads(json.dumps(draw.choice(list(CONVERSATIONS.values()))))
+            record = {"messages": messages, **({"tools": tools} if tools else {}), **draw.choice([{}, {"finish_reason": "length"}, {"chat_template_kwargs": {"enable_thinking": False}}])}
+            for _ in range(draw.randint(0, 3)):
+                if not record:
+                    break
+                part, key = draw.choice(list(spots(record)))
+                chance = draw.random()
+                if chance < 0.15:
+                    del part[key]
+                elif chance < 0.7 or not isinstance(part, dict):
+                    part[key] = json.loads(json.dumps(draw.choice(self.ODD)))
+                else:
+                    part[draw.choice(self.KEYS)] = json.loads(json.dumps(draw.choice(self.ODD)))
+            row = self.one(record, draw.choice(list(FAMILIES)), prompts=draw.random() < 0.3, whole_texts=draw.random() < 0.2, max_length=draw.choice([0, 10]),
+                           ignored=draw.choice([[], ["you"]]))
+            whole += "ids" in row
+            for begin, end, thought in row.get("answers", []):
+                self.assertTrue(0 <= begin <= thought <= end <= row["tokens"], (record, row))
+        self.assertTrue(700 < whole < 2000, whole)
+
+    def test_a_row_that_stopped_at_a_limit_is_a_prompt_like_any_other(self):
+        record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "finish_reason": "length"}
+        self.assertEqual(self.one(record, prompts=True)["ids"].tolist(), self.one({**record, "finish_reason": "stop"}, prompts=True)["ids"].tolist())
+        self.assertLess(self.one(record)["answers"][0][1], self.one({**record, "finish_reason": "stop"})["answers"][0][1])
+
+    def test_contents_and_options_that_are_no_text_or_not_theirs_to_set_are_skipped_with_a_reason(self):
+        def reason(content="Hi", **more):
+            return self.one({"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Hello you"}], **more}).get("skip")
+        self.assertIsNone(reason())
+        self.assertIsNone(reason(["Hi ", {"type": "text", "text": "you"}]))
+        for content in (5, True, {"a": 1}, [["x"]], 1e999):
+            self.assertEqual(reason(content), "bad-message", content)
+        self.assertIsNone(reason(chat_template_kwargs={"enable_thinking": False}))
+        for options in (3, "x", [], {"messages": []}, {"add_generation_prompt": True}, {"tools": None}):
+            self.assertEqual(reason(chat_template_kwargs=options), "bad-options", options)
+        tool = {"messages": [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "", "tool_calls": [families.CALL]}, {"role": "tool", "content": {"high": 3}},
+                             {"role": "assistant", "content": "At 3."}]}
+        self.assertIn("ids", self.one(tool))
+
+    def test_tools_that_the_template_does_not_show_are_noted(self):
+        record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you"}], "tools": families.TOOLS}
+        for family in ("qwen3", "zephyr"):
+            shown = self.workers[family].template.text(record["messages"], families.TOOLS) != self.workers[family].template.text(record["messages"])
+            self.assertEqual(self.one(record, family).get("notes", []), [] if shown else ["tools-not-in-template"], family)
+            self.assertEqual(shown, family == "qwen3")
+
+
 class Fast(unittest.TestCase):
     """fastokens stands for tokenizers where both agree: ids are asked of it, and places follow from the tokens' lengths."""
     CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"

@@ -1,7 +1,9 @@
 // sf-host prepare: the recipe's chat records become the token records that capture reads.
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/base/log.hpp"
@@ -34,14 +36,36 @@ Json template_options(const std::vector<std::string>& settings) {
     if (equals == std::string::npos || equals == 0) {
       throw Error(ExitCode::kUsage, format("data.chat_template_options has \"{}\", NAME=VALUE expected", setting), "for example \"enable_thinking=false\"");
     }
-    const std::string value = setting.substr(equals + 1);
+    const std::string name = setting.substr(0, equals), value = setting.substr(equals + 1);
+    if (options.find(name) != nullptr || name == "messages" || name == "tools" || name == "documents" || name == "add_generation_prompt") {
+      throw Error(ExitCode::kUsage, format("data.chat_template_options sets {}, {}", name, options.find(name) != nullptr ? "twice" : "which comes from the records"), "leave one out");
+    }
     try {
-      options.set(setting.substr(0, equals), Json::parse(value));
+      options.set(name, Json::parse(value));
     } catch (const JsonError&) {
-      options.set(setting.substr(0, equals), value);
+      options.set(name, value);
     }
   }
   return options;
+}
+
+// The same file under two keys: the second would replace the first.
+void refuse_shared_outputs(const std::vector<PrepareRequest>& requests) {
+  std::vector<std::pair<fs::path, std::string>> files;
+  for (const PrepareRequest& request : requests) {
+    for (const auto& [path, key] : {std::pair(request.output, format("the records of {}", request.name)), std::pair(request.held_out_output, std::string("the held-out records"))}) {
+      if (path.empty()) {
+        continue;
+      }
+      const fs::path known = fs::weakly_canonical(path);
+      for (const auto& [other, other_key] : files) {
+        if (other == known) {
+          throw Error(ExitCode::kUsage, format("{} and {} have one file: {}", other_key, key, path), "data.train_data_path, data.eval_data_path and data.prompts_data_path have to differ");
+        }
+      }
+      files.emplace_back(known, key);
+    }
+  }
 }
 
 PrepareRequest request_of(const Plan& plan, const Job& job, std::int64_t workers) {
@@ -70,6 +94,9 @@ PrepareRequest request_of(const Plan& plan, const Job& job, std::int64_t workers
                   .reasoning = plan.get<bool>("data.train_on_reasoning"),
                   .min_supervised_tokens = plan.get<std::int64_t>("data.min_supervised_tokens"),
                   .prompts = is_prompts};
+  if (std::find(request.text.ignored.begin(), request.text.ignored.end(), "") != request.text.ignored.end()) {
+    throw Error(ExitCode::kUsage, "data.ignored_texts has an empty text, which is everywhere and nowhere", "leave it out");
+  }
   const auto share = plan.get<double>("data.held_out_share");
   if (share > 0 && std::string(job.name) == "train") {
     if (!plan.get<fs::path>("data.eval_conversations_path").empty()) {
@@ -102,6 +129,9 @@ void print(const char* name, const Json& report) {
 }  // namespace
 
 ExitCode run_prepare(const Command& command) {
+  if (command.workers < 0) {
+    throw Error(ExitCode::kUsage, format("--workers {}", command.workers), "at least 1; left out: one for each processor");
+  }
   RunSession session(command);
   if (!session.plan(true)) {
     return session.code();
@@ -117,6 +147,7 @@ ExitCode run_prepare(const Command& command) {
     throw Error(ExitCode::kUsage, "the recipe names no conversations to prepare",
                 "set data.train_conversations_path to a JSONL file of chat records and data.train_data_path to the file of token records to make");
   }
+  refuse_shared_outputs(requests);
   Json out = Json::object();
   for (const PrepareRequest& request : requests) {
     log_info("prepare ({}): {} -> {}", request.name, request.input, request.output);
