@@ -38,7 +38,8 @@ struct Slot {
 class Sequences {
  protected:
   Sequences(const Target& target, const std::vector<Prompt>& prompts, const std::vector<int64_t>& which, const GenerationOptions& options)
-      : target_(target), prompts_(prompts), which_(which), options_(options), bytes_per_token_(target.cache_bytes_per_token()) {
+      : target_(target), prompts_(prompts), which_(which), options_(options), bytes_per_token_(target.cache_bytes_per_token()),
+        draw_names_(options.sampling.is_greedy() ? std::vector<int64_t>(prompts.size()) : draw_names(prompts)) {
     slots_.resize(static_cast<size_t>(std::min<int64_t>(options.batch_size, static_cast<int64_t>(which.size()))));
     for (const int64_t i : which) longest_ = std::max(longest_, static_cast<int64_t>(prompts[static_cast<size_t>(i)].ids.size()));
   }
@@ -103,7 +104,7 @@ class Sequences {
     std::vector<int64_t> samples, positions;
     for (const int64_t row : rows) {
       const Slot& slot = slots_[static_cast<size_t>(row)];
-      samples.push_back(slot.prompt);
+      samples.push_back(draw_names_[static_cast<size_t>(slot.prompt)]);
       positions.push_back(static_cast<int64_t>(slot.answer.size()));
     }
     const std::vector<int64_t> tokens = choose_tokens(logits_bv, options_.sampling, samples, positions);
@@ -135,6 +136,7 @@ class Sequences {
   const std::vector<int64_t>& which_;
   const GenerationOptions& options_;
   const int64_t bytes_per_token_;
+  const std::vector<int64_t> draw_names_;  // by prompt
   int64_t longest_ = 1;  // prompt
   std::vector<Slot> slots_;
   KeyValueCache cache_;
@@ -289,7 +291,7 @@ class DeviceDecoder : Sequences {
       ids[i] = slot.answer.back();
       positions[i] = slot.length;
       for (int64_t s = 0; s < kSteps && !options_.sampling.is_greedy(); ++s) {
-        draws[static_cast<size_t>(s * places) + i] = stream.uniform(0, static_cast<uint64_t>(slot.prompt), slot.answer.size() + static_cast<uint64_t>(s));
+        draws[static_cast<size_t>(s * places) + i] = stream.uniform(0, static_cast<uint64_t>(draw_names_[static_cast<size_t>(slot.prompt)]), slot.answer.size() + static_cast<uint64_t>(s));
       }
     }
     ids_b_.copy_(at::tensor(ids, at::kLong));

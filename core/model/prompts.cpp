@@ -7,6 +7,8 @@
 #include "core/base/text.hpp"
 
 #include <algorithm>
+#include <map>
+#include <string>
 
 namespace sf {
 
@@ -76,7 +78,7 @@ std::vector<Prompt> read_prompts(const std::filesystem::path& path, int64_t voca
   const MappedFile file(path);
   std::vector<Prompt> prompts;
   std::string problems;
-  size_t broken = 0;
+  size_t broken = 0, too_long = 0;
   std::string_view rest = file.text();
   for (int64_t number = 1; !rest.empty() && (most == 0 || static_cast<int64_t>(prompts.size()) < most); ++number) {
     const size_t end = rest.find('\n');
@@ -86,19 +88,31 @@ std::vector<Prompt> read_prompts(const std::filesystem::path& path, int64_t voca
     try {
       prompts.push_back(parse_prompt(line, number, vocab_size, context_tokens));
     } catch (const JsonError& error) {
+      too_long += std::string_view(error.what()).find("context ends at") != std::string_view::npos ? 1 : 0;
       if (++broken <= kReportedMax) problems += format("\n  {}:{}: {}", path, number, error.what());
     }
   }
   if (broken > 0) {
     if (broken > kReportedMax) problems += format("\n  and {} more", broken - kReportedMax);
     throw Error(ExitCode::kData, format("{}: {} of {} prompts can't be used{}", path, broken, broken + prompts.size(), problems),
-                "each line is an object with input_ids, a list of integers; with loss_mask the prompt ends before the first 1. Text becomes "
-                "tokens with sf-host prepare");
+                too_long == broken ? "leave them out; sf-host prepare skips prompts that are longer than data.max_length"
+                                   : "each line is an object with input_ids, a list of integers; with loss_mask the prompt ends before the first 1. Text becomes "
+                                     "tokens with sf-host prepare");
   }
   if (prompts.empty()) {
     throw Error(ExitCode::kData, format("{}: there is no prompt in it", path), "one object a line: {\"input_ids\": [...]}");
   }
   return prompts;
+}
+
+std::vector<int64_t> draw_names(const std::vector<Prompt>& prompts) {
+  std::map<std::string, int64_t> seen;
+  std::vector<int64_t> names;
+  for (const Prompt& prompt : prompts) {
+    const std::string ids = sha256(format("{}", prompt.ids));
+    names.push_back(static_cast<int64_t>(std::stoull(sha256(format("{} {}", ids, seen[ids]++)).substr(0, 15), nullptr, 16)));
+  }
+  return names;
 }
 
 std::vector<int64_t> stop_tokens_of(const std::filesystem::path& target_folder) {

@@ -24,6 +24,10 @@ struct Prompt {
 [[nodiscard]] std::vector<Prompt> read_prompts(const std::filesystem::path& path, int64_t vocab_size, int64_t context_tokens,
                                                int64_t most = 0);
 
+/// What names each prompt's draws when answers are sampled: its tokens, and how many before it are the same. So other prompts of a file, or their order, change nothing, and a
+/// question that is asked twice gets two answers. Not negative.
+[[nodiscard]] std::vector<int64_t> draw_names(const std::vector<Prompt>& prompts);
+
 /// Tokens that end an answer: eos_token_id of generation_config.json, else of config.json; a number or a list. Throws
 /// sf::Error (data) when neither file has one.
 [[nodiscard]] std::vector<int64_t> stop_tokens_of(const std::filesystem::path& target_folder);

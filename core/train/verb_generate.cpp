@@ -44,9 +44,9 @@ Json record_of(const Prompt& prompt, const Answer& answer) {
 std::string fingerprint_of(const GenerateArguments& arguments, const std::vector<Prompt>& prompts, const std::vector<int64_t>& stop_tokens,
                            const std::string& target, int64_t context) {
   Sha256 sum;
-  sum.add(format("generate 1;{};{};{};{};{};{};{};{};", target, arguments.max_new_tokens, context, arguments.temperature, arguments.top_p, arguments.top_k,
+  sum.add(format("generate 2;{};{};{};{};{};{};{};{};", target, arguments.max_new_tokens, context, arguments.temperature, arguments.top_p, arguments.top_k,
                  arguments.seed, stop_tokens));
-  for (const Prompt& prompt : prompts) sum.add(format("{} {};", prompt.id, prompt.ids));
+  for (const Prompt& prompt : prompts) sum.add(format("{} {} {};", prompt.id, prompt.category, prompt.ids));
   return sum.hex();
 }
 

@@ -27,6 +27,7 @@ namespace fs = std::filesystem;
 
 constexpr double kSameStory = 0.02;      // relative: the same path by cached and by whole passes; rounding may turn a guess now and then
 constexpr double kMuchWorse = 0.5;       // of what the draft gained on the features that it was trained for
+constexpr double kClearly = 3;           // standard errors
 
 // One number of drafted tokens of one draft, over all groups.
 struct Variant {
@@ -246,6 +247,9 @@ Json report_of(const Contestant& one, const std::vector<Prompt>& prompts, double
   json.set("exact_prompts", main.exact).set("ties", ties).set("differences", std::move(differences));
 
   std::string verdict = format("acceptance length {} ({} to {}) in {} passes", format_fixed(length.value, 3), format_fixed(length.low, 3), format_fixed(length.high, 3), length.passes);
+  if (result.passes.empty()) {  // the first token of an answer is the target's, from the prompt
+    return json.set("teacher_forced", Json::object()).set("verdict", "nothing was drafted: every answer ends with its first token, which comes with the prompt; raise --max-new-tokens");
+  }
   const double walked = one.evaluation->numerator("acceptance/walk_length") / std::max(one.evaluation->denominator("acceptance/walk_length"), 1.0);
   const double everywhere = one.evaluation->numerator("acceptance_length") / std::max(one.evaluation->denominator("acceptance_length"), 1.0);
   Json forced = Json::object({{"walk_length", walked}, {"acceptance_length", everywhere}});
@@ -256,11 +260,14 @@ Json report_of(const Contestant& one, const std::vector<Prompt>& prompts, double
     verdict += agrees ? format("; teacher-forced evaluation of the same path says {}: they agree", format_fixed(walked, 3))
                       : format("; teacher-forced evaluation of the same path says {}: THEY DISAGREE, so training and decoding do not run the same draft", format_fixed(walked, 3));
   } else {
-    verdict += format("; not compared with teacher-forced evaluation, which drafts {} tokens without a schedule", one.trained);
+    verdict += format("; not compared with teacher-forced evaluation, which drafts {} tokens{}", one.trained, one.draft.use_schedule ? " without a schedule" : "");
   }
   verdict += format(" ({} over every position)", format_fixed(everywhere, 3));
   if (one.recorded > 0) {
-    const bool as_recorded = everywhere - 1 >= kMuchWorse * (one.recorded - 1);
+    // So few positions, or so little to lose, that chance explains it, say nothing. Accepted guesses as if each came alone: variance m (1 + m).
+    const double gained = one.recorded - 1, places_seen = std::max(one.evaluation->denominator("acceptance_length"), 1.0);
+    const double error = std::sqrt(gained * (1 + gained) / places_seen);
+    const bool as_recorded = everywhere - 1 >= kMuchWorse * gained || one.recorded - everywhere <= kClearly * error;
     forced.set("recorded_acceptance_length", one.recorded).set("as_recorded", as_recorded);
     if (!as_recorded) {
       verdict += format("; WHEN IT WAS SAVED IT HAD {} ON HELD-OUT FEATURES: the features that it was trained on are not what this target gives (shifted, swapped, "
@@ -350,6 +357,11 @@ Json evaluate_speculative(const std::vector<SpeculativeDraft>& drafts, const Spe
         variant.result.add(std::move(found));
       }
       evaluate_answers(one.draft, *one.evaluation, group.prompts(), alone.answers, whole, layer_ids, target.device(), target.dtype());
+    }
+    const auto advises = [](const SpeculativePass& pass) { return pass.advised >= 0; };
+    const auto is_without = [&](const Contestant& one) { return !std::any_of(one.variants[0].result.passes.begin(), one.variants[0].result.passes.end(), advises); };
+    if (arguments.use_schedule && !contestants[0].variants[0].result.passes.empty() && std::all_of(contestants.begin(), contestants.end(), is_without)) {
+      throw Error(ExitCode::kUsage, "--schedule does nothing: no draft here says how far it trusts itself", "DSpark drafts do; leave --schedule out");
     }
     plain.add(std::move(alone));
     log_info("speculative decoding: {} of {} prompts", end, prompts.size());

@@ -138,7 +138,29 @@ class Decoding(unittest.TestCase):
         self.assertFalse((self.place / "never.jsonl").exists())
         self.assertFalse((self.place / "never.jsonl.partial").exists())
 
+    def test_numbers_that_mean_nothing_are_refused(self):
+        output = "generate", "--output", self.place / "never.jsonl"
+        for flag, value in (("--max-new-tokens", 0), ("--max-prompts", -1), ("--batch-size", 0), ("--temperature", "inf"), ("--temperature", "nan"), ("--temperature", 1e-30)):
+            self.refused(2, f"{flag} ", "dflash2", *output, flag, value)
+        self.assertFalse((self.place / "never.jsonl").exists())
+
     # ---- speculative decoding
+
+    def test_answers_of_one_token_leave_nothing_to_draft_and_that_is_said(self):
+        report = self.ok("dspark", "eval", "--speculative", "--draft", self.drafts["dspark"], "--max-new-tokens", 1, "--page", self.place / "short.html")
+        self.assertTrue(report["lossless"])
+        self.assertIn("nothing was drafted", report["drafts"][0]["verdict"])
+
+    def test_a_draft_that_chance_alone_makes_worse_is_not_accused(self):
+        folder = self.place / "draft-recorded"
+        shutil.copytree(self.drafts["dflash2"], folder)
+        record = json.loads((folder / "export.json").read_text())
+        for recorded, accused, few in ((1.01, False, ("--max-new-tokens", 2, "--max-prompts", 2)), (9.0, True, ("--max-new-tokens", 16))):
+            record["origin"]["acceptance_length"] = recorded
+            (folder / "export.json").write_text(json.dumps(record))
+            # one short answer each: a draft with 1.01 need not have a single hit
+            forced = self.ok("dflash2", "eval", "--speculative", "--draft", folder, *few)["drafts"][0]["teacher_forced"]
+            self.assertEqual(not forced["as_recorded"], accused, forced)
 
     def test_every_draft_decodes_losslessly_and_as_training_evaluates_it(self):
         page = self.place / "report.html"
@@ -189,6 +211,15 @@ class Decoding(unittest.TestCase):
         self.refused(2, "no exported draft", "dflash2", "eval", "--speculative", "--draft", self.place)
         self.refused(2, "exclude each other", "dflash2", "eval", "--speculative", "--draft", self.drafts["dspark"], "--checkpoint", "best")
         self.refused(2, "drafts 1 to 3 tokens", "dflash2", "eval", "--speculative", "--draft", self.drafts["dflash2"], "--draft-tokens", 9)
+        draft = "dflash2", "eval", "--speculative", "--draft", self.drafts["dflash2"]
+        self.refused(2, "its folder does not exist", *draft, "--page", self.place / "no/where.html")
+        self.refused(2, "is a folder", *draft, "--page", self.place)
+        self.refused(2, "--draft-cost", *draft, "--draft-cost", "nan")
+        self.refused(2, "--schedule does nothing", *draft, "--schedule")
+        self.refused(2, "--draft-tokens 0", *draft, "--draft-tokens", 0)
+        self.refused(2, "--features does nothing with --no-check", "dflash2", "export", "--output", self.place / "never", "--no-check", "--features", "x")
+        self.refused(2, "do nothing with doctor target", "dflash2", "doctor target", "--samples", 3)
+        self.refused(2, "its folder does not exist", "dflash2", "doctor data", "--output", self.place / "no/where.html")
         other = ROOT / "tests/parity/golden/target_llama_yarn"
         self.refused(4, "trained for another target", "dflash2", "eval", "--speculative", "--draft", self.drafts["eagle3"], "--set", f'model.target_model_path="{other}"')
         empty = self.place / "empty.jsonl"

@@ -225,6 +225,12 @@ TEST_CASE("generate: samples depend on seed, prompt and token, not on the batch 
   (void)generate(tiny(), prompts, {7, 2}, options);
   CHECK(some.size() == 2);
   CHECK(some.at(7).ids == one.at(7).ids);
+  // A file of other prompts: what it shares with the first keeps its answers. Asked again, a question gets another one.
+  const auto rest = answers({prompts[8], prompts[3], prompts[3], prompts[0]}, options);
+  CHECK(rest.at(0).ids == one.at(8).ids);
+  CHECK(rest.at(1).ids == one.at(3).ids);
+  CHECK(rest.at(2).ids != one.at(3).ids);
+  CHECK(rest.at(3).ids == one.at(0).ids);
   options.sampling.seed = 6;
   int64_t different = 0;
   for (const auto& [index, answer] : answers(prompts, options)) different += answer.ids != one.at(index).ids ? 1 : 0;

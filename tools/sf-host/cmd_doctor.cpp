@@ -361,6 +361,10 @@ ExitCode run_doctor(const Command& command) {
       if (command.positional[0] != part.name) {
         continue;
       }
+      if (part.run != doctor_data && (command.samples != 0 || !command.output.empty())) {
+        throw Error(ExitCode::kUsage, format("--samples and --output do nothing with doctor {}", part.name), "they belong to doctor data; leave them out, or add --json for a result to keep");
+      }
+      require_place_of_file("--output", command.output);
       Command rest = command;
       rest.positional.erase(rest.positional.begin());
       RunSession session(rest);
@@ -369,6 +373,9 @@ ExitCode run_doctor(const Command& command) {
     if (command.positional.size() > 1) {
       throw Error(ExitCode::kUsage, format("doctor does not know \"{}\"", command.positional[0]), "doctor data, features, target or vocabulary, and then a recipe");
     }
+  }
+  if (command.samples != 0 || !command.output.empty()) {
+    throw Error(ExitCode::kUsage, "--samples and --output belong to doctor data", "sf-host doctor data RECIPE, or leave them out");
   }
   std::vector<Finding> findings;
   Diagnostics problems;

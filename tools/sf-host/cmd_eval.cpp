@@ -1,5 +1,6 @@
 // sf-host eval: loss and acceptance length of a checkpoint on held-out features; with --speculative decoding with drafts on prompts.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -85,9 +86,10 @@ ExitCode run_speculative(const Command& command) {
   if (command.checkpoint == "untrained") {
     throw Error(ExitCode::kUsage, "--checkpoint untrained: an untrained draft has nothing to decode with", "name a checkpoint, or an export with --draft");
   }
-  if (flags.batch_size < 1 || flags.max_new_tokens < 0 || flags.max_prompts < 0 || flags.draft_tokens < 0 || flags.draft_cost < 0) {
-    throw Error(ExitCode::kUsage, "--batch-size, --max-new-tokens, --max-prompts, --draft-tokens and --draft-cost are not negative", "correct that flag");
+  if (!(flags.draft_cost >= 0 && std::isfinite(flags.draft_cost))) {
+    throw Error(ExitCode::kUsage, format("--draft-cost {}", flags.draft_cost), "how many passes of the target one of the draft costs, 0.1 for example; left out: by bytes of weights");
   }
+  require_place_of_file("--page", flags.page);  // before the work, not after it
   const std::vector<std::int64_t> sweep = numbers(flags.sweep);
   std::vector<std::string> folders = flags.drafts;
   if (folders.empty()) {

@@ -16,10 +16,10 @@ ExitCode run_generate(const Command& command) {
       throw Error(ExitCode::kUsage, format("{} {}", flag, value), format("at least {}", least));
     }
   };
-  at_least("--batch-size", static_cast<double>(flags.batch_size), 1);
-  at_least("--max-new-tokens", static_cast<double>(flags.max_new_tokens), 0);
-  at_least("--max-prompts", static_cast<double>(flags.max_prompts), 0);
-  at_least("--temperature", flags.temperature, 0);
+  // Beyond, float32 has no more than one token left, or all alike.
+  if (flags.temperature != 0 && !(flags.temperature >= 0.001 && flags.temperature <= 1000)) {
+    throw Error(ExitCode::kUsage, format("--temperature {}", flags.temperature), "0, which takes the best token, or 0.001 to 1000");
+  }
   at_least("--top-k", static_cast<double>(flags.top_k), 0);
   if (!(flags.top_p > 0 && flags.top_p <= 1)) {
     throw Error(ExitCode::kUsage, format("--top-p {}", flags.top_p), "a probability above 0, at most 1");

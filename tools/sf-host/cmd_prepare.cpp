@@ -129,9 +129,6 @@ void print(const char* name, const Json& report) {
 }  // namespace
 
 ExitCode run_prepare(const Command& command) {
-  if (command.workers < 0) {
-    throw Error(ExitCode::kUsage, format("--workers {}", command.workers), "at least 1; left out: one for each processor");
-  }
   RunSession session(command);
   if (!session.plan(true)) {
     return session.code();

@@ -104,6 +104,15 @@ std::string overview() {
          "\nsf-host VERB --help says more. Everything that shapes a run is in the recipe or in --set.\n";
 }
 
+// For po::value(...)->notifier: a number of things, of which there is one at least. Left out, such a flag has its default.
+auto one_at_least(const char* flag) {
+  return [flag](std::int64_t value) {
+    if (value < 1) {
+      throw Error(ExitCode::kUsage, format("--{} {}", flag, value), format("at least 1; left out, --{} has its default", flag));
+    }
+  };
+}
+
 po::options_description flags_of(const Verb& verb, Command& command) {
   std::string name = verb.name;
   po::options_description flags("flags", 110);
@@ -139,7 +148,7 @@ po::options_description flags_of(const Verb& verb, Command& command) {
         "start a new run from the weights of a checkpoint or export");
   }
   if (name == "prepare") {
-    add("workers", po::value(&command.workers)->value_name("N"), "processes that render and tokenize (default: one for each processor)");
+    add("workers", po::value(&command.workers)->value_name("N")->notifier(one_at_least("workers")), "processes that render and tokenize (default: one for each processor)");
   }
   if (name == "capture") {
     add("split", po::value(&command.split)->value_name("train|eval|all"), "which records (default all)");
@@ -175,7 +184,7 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("speculative", po::bool_switch(&decoding.speculative), "decode prompts with drafts, check every token, measure acceptance; the flags below belong to it");
     add("draft", po::value(&decoding.drafts)->value_name("FOLDER")->composing(),
         "an exported draft, any algorithm; several are compared on the same prompts (default: the recipe's --checkpoint, best)");
-    add("draft-tokens", po::value(&decoding.draft_tokens)->value_name("N"), "tokens drafted in a pass (default: as trained)");
+    add("draft-tokens", po::value(&decoding.draft_tokens)->value_name("N")->notifier(one_at_least("draft-tokens")), "tokens drafted in a pass (default: as trained)");
     add("sweep", po::value(&decoding.sweep)->value_name("N,N,..."), "also with these numbers of drafted tokens");
     add("schedule", po::bool_switch(&decoding.schedule), "end a draft where its own confidence says so (DSpark)");
     add("draft-cost", po::value(&decoding.draft_cost)->value_name("X"),
@@ -186,9 +195,9 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("prompts", po::value(&decoding.prompts)->value_name("FILE"),
         name == "eval" ? "token records whose prompts are decoded (default: data.eval_data_path)"
                        : "token records whose prompts are answered (default: data.train_data_path)");
-    add("max-prompts", po::value(&decoding.max_prompts)->value_name("N"), "the first so many (default: all)");
-    add("max-new-tokens", po::value(&decoding.max_new_tokens)->value_name("N"), name == "eval" ? "of an answer (64)" : "of an answer (256)");
-    add("batch-size", po::value(&decoding.batch_size)->value_name("N"), "prompts at the same time (16)");
+    add("max-prompts", po::value(&decoding.max_prompts)->value_name("N")->notifier(one_at_least("max-prompts")), "the first so many (default: all)");
+    add("max-new-tokens", po::value(&decoding.max_new_tokens)->value_name("N")->notifier(one_at_least("max-new-tokens")), name == "eval" ? "of an answer (64)" : "of an answer (256)");
+    add("batch-size", po::value(&decoding.batch_size)->value_name("N")->notifier(one_at_least("batch-size")), "prompts at the same time (16)");
     add("stop-tokens", po::value(&decoding.stop_tokens)->value_name("N,N,...|none"),
         "tokens that end an answer (default: eos_token_id of the target's configuration)");
   }
@@ -207,7 +216,7 @@ po::options_description flags_of(const Verb& verb, Command& command) {
     add("features", po::value(&command.features)->value_name("FOLDER"), "recorded features for the check (default: the recipe's held-out ones)");
   }
   if (name == "doctor") {
-    add("samples", po::value(&command.samples)->value_name("N"), "data: records to show of each file (6)");
+    add("samples", po::value(&command.samples)->value_name("N")->notifier(one_at_least("samples")), "data: records to show of each file (6)");
     add("output", po::value(&command.output)->value_name("FILE"), "data: the same as an HTML page");
   }
   if (name == "checkpoints") {

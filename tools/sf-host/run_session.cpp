@@ -22,6 +22,14 @@ namespace sf {
 
 namespace fs = std::filesystem;
 
+void require_place_of_file(const std::string& flag, const fs::path& path) {
+  std::error_code ignored;
+  if (path.empty() || (!fs::is_directory(path, ignored) && fs::is_directory(fs::absolute(path).parent_path(), ignored))) {
+    return;
+  }
+  throw Error(ExitCode::kUsage, format("{} {}: {}", flag, path, fs::is_directory(path, ignored) ? "is a folder" : "its folder does not exist"), "name a file in a folder that exists");
+}
+
 fs::path library_folder() {
   std::error_code ignored;
   fs::path program = fs::read_symlink("/proc/self/exe", ignored);

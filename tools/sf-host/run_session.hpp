@@ -19,6 +19,8 @@ namespace sf {
 
 /// <folder of this program>/../lib/sf, by the program's real path.
 [[nodiscard]] std::filesystem::path library_folder();
+/// Throws Error(usage) when no file `path` can be made: its folder is not there, or it is a folder itself. Nothing for an empty path.
+void require_place_of_file(const std::string& flag, const std::filesystem::path& path);
 [[nodiscard]] HostBuild host_build();
 [[nodiscard]] SearchRequest search_request(const Command& command);
 
