@@ -46,16 +46,28 @@ std::string cell(const std::string& text, std::size_t width) {
 
 }  // namespace
 
-std::vector<int64_t> most_frequent_tokens(const TokenCounts& counts, int64_t size) {
-  std::vector<std::pair<int64_t, int64_t>> order;  // -count, token
-  for (const auto& [token, count] : counts) order.emplace_back(-count, token);
-  std::sort(order.begin(), order.end());
-  std::vector<int64_t> tokens;
-  for (const auto& [count, token] : order) {
-    if (static_cast<int64_t>(tokens.size()) == size) break;
-    tokens.push_back(token);
+std::vector<int64_t> draft_vocabulary(const TokenFile& train, int64_t size) {
+  std::vector<std::pair<int64_t, int64_t>> order;  // -count, token; by first appearance
+  std::unordered_map<int64_t, std::size_t> places;
+  for (const TokenSample& sample : train.samples) {
+    std::vector<int64_t> tokens;
+    for (std::size_t t = 0; t < sample.input_ids.size(); ++t) {
+      if (sample.loss_mask[t] != 0) tokens.push_back(sample.input_ids[t]);
+    }
+    std::sort(tokens.begin(), tokens.end());
+    for (const int64_t token : tokens) {
+      const auto [place, is_new] = places.emplace(token, order.size());
+      if (is_new) order.emplace_back(0, token);
+      --order[place->second].first;
+    }
   }
-  return tokens;
+  std::stable_sort(order.begin(), order.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  std::vector<int64_t> chosen;
+  for (std::size_t i = 0; i < order.size() && static_cast<int64_t>(i) < size; ++i) chosen.push_back(order[i].second);
+  for (int64_t id = 0; static_cast<int64_t>(chosen.size()) < size; ++id) {
+    if (!places.contains(id)) chosen.push_back(id);
+  }
+  return chosen;
 }
 
 std::vector<int64_t> usual_sizes(int64_t vocabulary) {
@@ -74,9 +86,8 @@ VocabularySweep sweep_vocabulary(const TokenFile& train, const TokenFile* measur
   std::sort(sizes.begin(), sizes.end());
   sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
   for (const int64_t size : sizes) {
-    const std::vector<int64_t> tokens = most_frequent_tokens(counts, size);
-    std::unordered_set<int64_t> vocabulary(tokens.begin(), tokens.end());
-    for (int64_t id = 0; id < size && static_cast<int64_t>(vocabulary.size()) < size; ++id) vocabulary.insert(id);  // as a draft fills it up
+    const std::vector<int64_t> tokens = draft_vocabulary(train, size);
+    const std::unordered_set<int64_t> vocabulary(tokens.begin(), tokens.end());
     const std::unordered_map<int64_t, int64_t> successors = best_successors(train, vocabulary);
     SweepRow row{.size = size, .train_coverage = covered(counts, vocabulary), .coverage = covered(measured_counts, vocabulary), .expected = std::vector<double>(sweep.hit_rates.size(), 0)};
     int64_t places = 0;

@@ -31,8 +31,9 @@ struct VocabularySweep {
   [[nodiscard]] std::string text() const;
 };
 
-/// The `size` most frequent tokens as a draft would choose them (sdk/draft/draft_vocabulary.hpp): ties by the lower id. Fewer when fewer occur.
-[[nodiscard]] std::vector<int64_t> most_frequent_tokens(const TokenCounts& counts, int64_t size);
+/// The tokens that a draft with so many would have, by the rule of sdk/draft/draft_vocabulary.hpp: the most frequent supervised ones; among equals those of the
+/// earlier record, in a record the lower id; when fewer occur, 0, 1, 2 ... fill it up.
+[[nodiscard]] std::vector<int64_t> draft_vocabulary(const TokenFile& train, int64_t size);
 
 /// `measured` is where coverage and acceptance are measured; nullptr: on `train`. Acceptance is 1 + the leading drafted tokens that are right, averaged
 /// over all supervised places that a supervised token follows.

@@ -68,7 +68,7 @@ TEST_CASE("statistics: roles that are no ranges are refused with the record") {
 TEST_CASE("sweep: coverage and acceptance are those of the counted tokens") {
   // supervised: 1 twice, 2 twice, 3 once, 4 once
   const TokenFile train = file_of(R"({"input_ids":[0,1,2,1,2,3,4],"loss_mask":[0,1,1,1,1,1,1]})");
-  CHECK(most_frequent_tokens(supervised_counts(train), 3) == std::vector<int64_t>{1, 2, 3});
+  CHECK(draft_vocabulary(train, 3) == std::vector<int64_t>{1, 2, 3});
   const VocabularySweep sweep = sweep_vocabulary(train, nullptr, {2, 6, 2}, 2);
   REQUIRE(sweep.rows.size() == 2);
   CHECK(sweep.rows[0].size == 2);
@@ -84,6 +84,14 @@ TEST_CASE("sweep: coverage and acceptance are those of the counted tokens") {
   const VocabularySweep other = sweep_vocabulary(train, &held_out, {2}, 4);
   CHECK(other.is_held_out);
   CHECK(other.rows[0].train_coverage == doctest::Approx(4.0 / 6));
+}
+
+TEST_CASE("sweep: equals are chosen by their record and filled up with the lowest ids, as a draft does") {
+  const TokenFile train = file_of("{\"input_ids\":[5,9,3],\"loss_mask\":[0,1,1]}\n{\"input_ids\":[4,1,7,7],\"loss_mask\":[0,1,1,1]}");
+  CHECK(draft_vocabulary(train, 1) == std::vector<int64_t>{7});
+  CHECK(draft_vocabulary(train, 2) == std::vector<int64_t>{7, 3});
+  CHECK(draft_vocabulary(train, 4) == std::vector<int64_t>{7, 3, 9, 1});
+  CHECK(draft_vocabulary(train, 7) == std::vector<int64_t>{7, 3, 9, 1, 0, 2, 4});
 }
 
 TEST_CASE("page: tokens are escaped, blanks visible, supervision marked with and without colours") {

@@ -201,7 +201,7 @@ ExitCode doctor_data(const Command& command, const Plan& plan) {
   add_texts(plan, parts);
   const std::int64_t size = number_or(plan, "plugin.eagle3.draft_vocab_size", 0);
   if (size > 0) {
-    const std::vector<std::int64_t> kept = most_frequent_tokens(supervised_counts(files.front()), size);
+    const std::vector<std::int64_t> kept = draft_vocabulary(files.front(), size);
     for (std::size_t i = 0; i < parts.size(); ++i) {
       parts[i].vocabulary.insert(kept.begin(), kept.end());
       std::int64_t inside = 0;
