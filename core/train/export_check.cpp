@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 #include <set>
+#include <utility>
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
@@ -100,9 +101,13 @@ void compare_record(const fs::path& folder, std::vector<std::string>& problems) 
     problems.push_back(format("{} is missing: this folder was not written by sf-host export", path));
     return;
   }
-  const Json record = Json::parse(read_file(path), path.string());
-  for (const auto& [name, sum] : record.at("files").entries()) {
-    if (sha256_file(folder / name) != sum.as_string()) problems.push_back(format("{} was changed after it was written: its SHA-256 is not the one in export.json", name));
+  try {
+    const Json record = Json::parse(read_file(path), path.string());
+    for (const auto& [name, sum] : record.at("files").entries()) {
+      if (sha256_file(folder / name) != sum.as_string()) problems.push_back(format("{} was changed after it was written: its SHA-256 is not the one in export.json", name));
+    }
+  } catch (const JsonError& error) {
+    problems.push_back(format("export.json is damaged: {}", error.what()));
   }
 }
 
@@ -147,7 +152,7 @@ Json check_export(const ExportCheckRequest& request) {
   double largest = 0, scale = 0;
   std::vector<PositionAcceptance> positions;
   Json replayed;
-  std::string why_not;
+  std::string why_not, doing = "building the draft from the folder alone";
   try {
     trained.session.target_fingerprint = target_fingerprint(target_json, WeightFolder::open(target_folder));
     trained.session.tables = load_target_tables({.folder = target_folder,
@@ -177,6 +182,7 @@ Json check_export(const ExportCheckRequest& request) {
       std::vector<at::Tensor> labels;
       std::vector<Replay> expected, unrounded;
       algorithm.bind(trained.session.tables, cpu_ops());
+      const std::string after = std::exchange(doing, format("replaying the features {}, which says nothing of the draft", features));
       trained.store = open_features(trained.session, features, "--features");
       for (int64_t record = 0; record < std::min(kRecords, trained.store->size()); ++record) {
         const Sample sample = sample_source(*trained.store).read(record);
@@ -198,6 +204,7 @@ Json check_export(const ExportCheckRequest& request) {
       trained.units.reset();
 
       // The same from the folder alone.
+      doing = after;
       ReplayedDraft exported;
       exported.session.plan = &plan;
       exported.session.placement = trained.session.placement;
@@ -235,6 +242,7 @@ Json check_export(const ExportCheckRequest& request) {
         problems.push_back(format("replay: built from the folder alone the draft's logits are not the checkpoint's, they differ by up to {} (largest logit {}) in {} blocks of recorded features",
                                   largest, format_fixed(scale, 2), blocks));
       }
+      if (blocks == 0) why_not = format("{} has no place with two supervised tokens to replay", features);
       replayed = Json::object({{"features", features.string()}, {"blocks", blocks}, {"largest_difference", largest}, {"largest_logit", scale},
                                {"blocks_changed_by_rounding", changed}});
     }
@@ -242,7 +250,7 @@ Json check_export(const ExportCheckRequest& request) {
     if (error.code() == ExitCode::kPlugin) {
       why_not = error.what();
     } else {
-      problems.push_back(format("building the draft from the folder alone: {}", error.what()));
+      problems.push_back(format("{}: {}", doing, error.what()));
     }
   }
 

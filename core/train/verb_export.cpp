@@ -49,6 +49,9 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
     return checked(Json::object({{"folder", std::filesystem::absolute(arguments.output).string()}, {"step", checkpoint->state().step}}));
   }
 
+  if (arguments.check && !arguments.features.empty() && !std::filesystem::is_directory(arguments.features)) {
+    throw Error(ExitCode::kUsage, format("--features {}: there is no such folder", arguments.features), "name a folder of captured features, or leave it out: then the recipe's are replayed");
+  }
   const ExportSpec spec = algorithm.export_spec();
   HfExport request;
   request.folder = std::filesystem::absolute(arguments.output);

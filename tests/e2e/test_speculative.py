@@ -244,6 +244,31 @@ class Decoding(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("no recorded features", done.stderr)
 
+    def test_the_flag_check_asks_for_what_is_done_anyway(self):
+        export = self.ok("dflash2", "export", "--check", "--output", self.place / "asked")
+        self.assertTrue(export["check"]["fine"])
+        self.refused(2, "exclude each other", "dflash2", "export", "--check", "--no-check", "--output", self.place / "never")
+
+    def test_features_that_can_not_be_replayed_are_not_the_drafts_fault(self):
+        self.refused(2, "there is no such folder", "dflash2", "export", "--output", self.place / "never", "--features", self.place / "nowhere")
+        self.assertFalse((self.place / "never").exists())
+        (self.place / "no-features").mkdir()
+        done = self.host("dflash2", "export", "--check-only", "--output", self.drafts["dflash2"], "--features", self.place / "no-features")
+        self.assertEqual(done.returncode, 7)
+        self.assertIn("which says nothing of the draft", done.stderr)
+
+    def test_a_damaged_record_of_an_export_is_told(self):
+        folder = self.place / "damaged-record"
+        shutil.copytree(self.drafts["dflash2"], folder)
+        (folder / "export.json").write_text("x")
+        done = self.host("dflash2", "export", "--check-only", "--output", folder)
+        self.assertEqual(done.returncode, 7, done.stderr)
+        self.assertIn("export.json is damaged", done.stderr)
+        done = self.host("dflash2", "eval", "--speculative", "--draft", folder)
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("export.json:1:1: not valid JSON", done.stderr)
+        self.assertIn("fix:", done.stderr)
+
     # ---- drafts broken on purpose
 
     def broken(self, name, change, checksums=True):

@@ -13,6 +13,9 @@ ExitCode run_export(const Command& command) {
   if (command.no_check && command.check_only) {
     throw Error(ExitCode::kUsage, "--no-check and --check-only exclude each other", "leave one of them out");
   }
+  if (command.no_check && command.check) {
+    throw Error(ExitCode::kUsage, "--check and --no-check exclude each other", "leave one of them out; without both the check is done");
+  }
   if (command.no_check && !command.features.empty()) {
     throw Error(ExitCode::kUsage, "--features does nothing with --no-check", "they are what the check replays; leave one of them out");
   }

@@ -39,7 +39,7 @@ struct Command {
   LaunchFlags launch;                     // train, plan
   std::string checkpoint, features;       // eval, export
   std::string output;                     // export, generate
-  bool no_check = false, check_only = false;  // export
+  bool check = false, no_check = false, check_only = false;  // export
   DecodingFlags decoding;
   std::string split = "all";              // capture
   std::string readers;                    // capture --for: algorithms and recipes, with commas

@@ -210,7 +210,7 @@ po::options_description flags_of(const Verb& verb, Command& command) {
   }
   if (name == "export") {
     add("output", po::value(&command.output)->value_name("FOLDER"), "the folder to make");
-    add("check", "read the folder back as engines do and compare what it drafts with the checkpoint; always done, unless:");
+    add("check", po::bool_switch(&command.check), "read the folder back as engines do and compare what it drafts with the checkpoint; always done, unless:");
     add("no-check", po::bool_switch(&command.no_check), "write without that check");
     add("check-only", po::bool_switch(&command.check_only), "write nothing: check a folder that is there");
     add("features", po::value(&command.features)->value_name("FOLDER"), "recorded features for the check (default: the recipe's held-out ones)");
@@ -393,6 +393,8 @@ ExitCode run_program(int argc, char** argv) {
       return report_all(error, wants_json);
     }
     return report(error.code(), error.what(), error.hint(), wants_json);
+  } catch (const JsonError& error) {  // no place that expects such a file said it better
+    return report(ExitCode::kData, error.what(), "that file is damaged, or not what its name says: correct it, or make it again", wants_json);
   } catch (const std::bad_alloc&) {
     return report(ExitCode::kDevice, "out of memory", "smaller training.batch_size or data.max_length",
                   wants_json);
