@@ -91,7 +91,7 @@ std::vector<TokenSample> read_tokens(const std::filesystem::path& path, const To
                 format("{}: {} of {} lines can't be used{}", path, broken, broken + samples.size(), problems),
                 "each line is an object with input_ids and loss_mask, lists of integers of the same length");
   }
-  if (samples.empty()) throw Error(ExitCode::kData, format("{}: there is no sample in it", path));
+  if (samples.empty()) throw Error(ExitCode::kData, format("{}: there is no sample in it", path), "one object a line is expected: {\"input_ids\": [...], \"loss_mask\": [...]}; sf-host prepare makes them of conversations");
   return samples;
 }
 

@@ -374,7 +374,10 @@ PrepareResult prepare(const PrepareRequest& asked) {
       const StoredRecord record = take_stored(rest);
       if (request.deduplicate && !seen.emplace(record.digest.substr(0, 32)).second) {
         --counts.records;
-        counts.skip({"duplicate", "the same tokens came before"}, inputs[pieces[i].file].path.filename().string());
+        const auto seen_examples = counts.examples.find("duplicate");
+        const bool is_shown = seen_examples == counts.examples.end() || seen_examples->second.size() < RowCounts::kExamples;
+        counts.skip({"duplicate", is_shown ? format("{}: the same tokens came before", Json::parse(std::string(record.json)).at("id").dump()) : std::string()},
+                    inputs[pieces[i].file].path.filename().string());
         continue;
       }
       const bool is_held_out = held_out && split_place(std::string(record.prompt_digest), request.split_seed) < request.held_out_share;

@@ -14,8 +14,6 @@ namespace sf {
 
 namespace {
 
-constexpr std::size_t kExamples = 3;  // of each reason
-
 std::string digest_of(std::span<const int64_t> ids) {
   Sha256 sha;
   sha.add(std::as_bytes(ids));

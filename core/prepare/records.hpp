@@ -57,6 +57,8 @@ struct SkippedRow {
 
 /// What became of the rows. rows == records + sum of skipped.
 struct RowCounts {
+  static constexpr std::size_t kExamples = 3;  // of each reason
+
   int64_t rows = 0, records = 0, cut = 0;
   std::map<std::string, int64_t> skipped;                    // by reason
   std::map<std::string, std::vector<std::string>> examples;  // "chat.jsonl:17: message 0 has the role 'x'", the first few of each reason

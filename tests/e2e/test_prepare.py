@@ -336,7 +336,19 @@ class Prepare(unittest.TestCase):
     def test_duplicates_are_left_out_unless_they_are_wanted(self):
         self.write([chat("a b c", "d e f"), chat("g h i", "j k l"), chat("a b c", "d e f"), chat("a b c", "d e f")])
         self.assertEqual(len(self.ids()), 2)
+        examples = json.loads((self.place / "tokens/train.jsonl.report.json").read_text())["examples"]["duplicate"]
+        self.assertEqual(examples, [f'chat.jsonl: "chat.jsonl:{line}": the same tokens came before' for line in (3, 4)])
         self.assertEqual(len(self.ids("data.deduplicate=false")), 4)
+
+    def test_doctor_refuses_records_in_which_nothing_is_supervised(self):
+        (self.place / "tokens").mkdir()
+        (self.place / "tokens/train.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}) + "\n")
+        done = self.host("--json", verb="doctor data")
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("nothing can be learnt from it", json.loads(done.stdout)["doubts"][0])
+        done = self.host(verb="doctor vocabulary")
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("no token is supervised", done.stderr)
 
     def test_rendered_texts_are_supervised_in_answers_or_as_a_whole(self):
         text = "<|im_start|>user\na b c<|im_end|>\n<|im_start|>assistant\nd e f<|im_end|>\n"

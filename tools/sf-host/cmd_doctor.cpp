@@ -219,7 +219,13 @@ ExitCode doctor_data(const Command& command, const Plan& plan) {
       parts[i].outside.push_back(std::move(line));
     }
   }
-  std::vector<std::string> doubts;  // a tokenizer that is not the records' own
+  std::vector<std::string> doubts;  // a tokenizer that is not the records' own, or nothing to learn
+  for (std::size_t i = 0; i < parts.size(); ++i) {
+    if (parts[i].statistics.without_pair == parts[i].statistics.records) {
+      doubts.push_back(format("{}: no record has two neighbouring supervised tokens: nothing can be learnt from it. See loss_mask, and the template that made it", files[i].path));
+      log_warn("{}", doubts.back());
+    }
+  }
   for (const char* key : kTokenKeys) {
     const std::optional<Finding> finding = check_tokenizer(plan, key);
     if (finding && !finding->is_fine) {
@@ -266,6 +272,9 @@ ExitCode doctor_vocabulary(const Command& command, const Plan& plan) {
     throw Error(ExitCode::kUsage, "the recipe names no token records to count in", "set data.train_data_path");
   }
   const TokenFile train = token_file(plan, kTokenKeys[0]);
+  if (supervised_counts(train).empty()) {
+    throw Error(ExitCode::kData, format("{}: no token is supervised, so there is nothing to count", train.path), "see loss_mask; sf-host doctor data shows the records");
+  }
   std::optional<TokenFile> held_out;
   if (names_tokens(plan, kTokenKeys[1])) {
     held_out = token_file(plan, kTokenKeys[1]);
