@@ -341,7 +341,7 @@ PrepareResult prepare(const PrepareRequest& asked) {
     if (!folder.empty()) fs::create_directories(folder, failed);
     if (failed) throw Error(ExitCode::kData, format("{}: can't be made: {}", folder, failed.message()), "choose a folder that you can write to");
   }
-  const FolderLock lock(place, ExitCode::kData, request.output.string(), "another prepare writes these records; wait for it");
+  const FolderLock lock(place, ExitCode::kData, "another prepare is at work here", "wait for it, or end it; then run this again");
   const std::vector<Piece> pieces = cut_into_pieces(inputs);
   const PieceFolder folder(place, rules_fingerprint);
   Shared shared{.request = request, .inputs = inputs, .pieces = pieces, .folder = folder, .counts = {}, .mutex = {}, .changed = {}, .failure = {}};

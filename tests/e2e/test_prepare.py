@@ -1,4 +1,5 @@
 """sf-host prepare and doctor data from outside: counts that add up, stop and go on, what must not be half-written, the page. About 60 s."""
+import fcntl
 import json
 import os
 import random
@@ -253,6 +254,18 @@ class Prepare(unittest.TestCase):
             (tokens / "train.jsonl.report.json").write_text(json.dumps(report))
             self.assertFalse(self.report(*split)["train"]["was_finished"])
             self.assertEqual(((tokens / "train.jsonl").read_bytes(), (tokens / "eval.jsonl").read_bytes()), after)
+
+    def test_two_at_once_do_not_write_the_same_records(self):
+        self.write([chat("a b c", "d e f")])
+        place = self.place / "tokens/train.jsonl.preparing"
+        place.mkdir(parents=True)
+        held = os.open(place, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = self.host()
+        self.assertEqual(done.returncode, 4)
+        self.assertIn("another prepare is at work here", done.stderr)
+        os.close(held)
+        self.assertEqual(self.host().returncode, 0)
 
     def test_what_would_help_is_named_by_what_most_rows_lack(self):
         for rows, part in [([json.dumps(chat("a b", "c d")).encode("utf-16")] * 2, "iconv"), ([b"[", b"]"], "jq -c"), ([chat("a " * 300, "c d")], "raise data.max_length"),
