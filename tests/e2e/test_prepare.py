@@ -353,6 +353,12 @@ class Prepare(unittest.TestCase):
         self.assertEqual(examples, [f'chat.jsonl: "chat.jsonl:{line}": the same tokens came before' for line in (3, 4)])
         self.assertEqual(len(self.ids("data.deduplicate=false")), 4)
 
+    def test_doctor_has_one_result_when_the_plan_is_refused(self):
+        done = self.host("--json", "--set", f"model.target_model_path={self.place}/nowhere", verb="doctor")
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn({"check": "plan", "fine": False, "text": "refused; the reasons are on stderr"}, json.loads(done.stdout))
+        self.assertIn("there is no target folder", done.stderr)
+
     def test_doctor_refuses_records_in_which_nothing_is_supervised(self):
         (self.place / "tokens").mkdir()
         (self.place / "tokens/train.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]}) + "\n")

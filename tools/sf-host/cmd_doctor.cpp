@@ -55,9 +55,11 @@ Finding check_device() {
 
 std::vector<Finding> check_recipe(const Command& command) {
   std::vector<Finding> out;
-  RunSession session(command);
+  Command asked = command;
+  asked.json = false;  // what is refused is told on stderr: the findings are the one result
+  RunSession session(asked);
   if (!session.plan(true)) {
-    out.push_back({"plan", false, "refused; the reasons are above", session.code()});
+    out.push_back({"plan", false, command.json ? "refused; the reasons are on stderr" : "refused; the reasons are above", session.code()});
     return out;
   }
   const Plan& plan = session.resolved();
