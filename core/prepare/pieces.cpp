@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <charconv>
 #include <system_error>
+#include <tuple>
 
 namespace sf {
 
@@ -21,6 +22,19 @@ constexpr std::size_t kPiecesWanted = 64;  // enough for any number of workers t
 std::string numbered(std::size_t number, const char* suffix) {
   std::string digits = std::to_string(number);
   return "piece-" + std::string(digits.size() < 6 ? 6 - digits.size() : 0, '0') + digits + suffix;
+}
+
+// Files that look like text to nobody, and what makes text of them.
+void refuse_packed(const fs::path& path, std::string_view text) {
+  constexpr std::tuple<std::string_view, const char*, const char*> kKinds[] = {{"\x1f\x8b", "packed with gzip", "gunzip it"},
+                                                                               {"\x28\xb5\x2f\xfd", "packed with zstd", "unzstd it"},
+                                                                               {"PAR1", "a Parquet file", "write its rows as JSONL: pandas.read_parquet(...).to_json(..., orient=\"records\", lines=True)"},
+                                                                               {"PK\x03\x04", "a ZIP archive", "unzip it"},
+                                                                               {"\xff\xfe", "in UTF-16", "iconv -f UTF-16 -t UTF-8 makes UTF-8 of it"},
+                                                                               {"\xfe\xff", "in UTF-16", "iconv -f UTF-16 -t UTF-8 makes UTF-8 of it"}};
+  for (const auto& [start, what, help] : kKinds) {
+    if (text.starts_with(start)) throw Error(ExitCode::kData, format("{} is {}, lines of JSON in UTF-8 are expected", path, what), help);
+  }
 }
 
 }  // namespace
@@ -43,6 +57,7 @@ std::vector<InputFile> open_inputs(const fs::path& path) {
   std::size_t bytes = 0;
   for (fs::path& one : paths) {
     MappedFile file(one);
+    refuse_packed(one, file.text());
     bytes += trim(file.text()).size();
     std::string sum = sha256(file.bytes());
     inputs.push_back({std::move(one), std::move(file), std::move(sum)});

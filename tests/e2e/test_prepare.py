@@ -1,5 +1,6 @@
 """sf-host prepare and doctor data from outside: counts that add up, stop and go on, what must not be half-written, the page. About 60 s."""
 import fcntl
+import gzip
 import json
 import os
 import random
@@ -267,8 +268,17 @@ class Prepare(unittest.TestCase):
         os.close(held)
         self.assertEqual(self.host().returncode, 0)
 
+    def test_files_that_are_no_text_are_named_for_what_they_are(self):
+        row = json.dumps(chat("a b", "c d")).encode()
+        for content, part in [(gzip.compress(row), "packed with gzip"), (b"PAR1" + row, "a Parquet file"), (row.decode().encode("utf-16"), "in UTF-16")]:
+            (self.place / "chat.jsonl").write_bytes(content)
+            done = self.host()
+            self.assertEqual(done.returncode, 4)
+            self.assertIn(part, done.stderr)
+            self.assertTrue(self.nothing_written())
+
     def test_what_would_help_is_named_by_what_most_rows_lack(self):
-        for rows, part in [([json.dumps(chat("a b", "c d")).encode("utf-16")] * 2, "iconv"), ([b"[", b"]"], "jq -c"), ([chat("a " * 300, "c d")], "raise data.max_length"),
+        for rows, part in [([json.dumps(chat("a é", "c d"), ensure_ascii=False).encode("latin-1")] * 2, "iconv"), ([b"[", b"]"], "jq -c"), ([chat("a " * 300, "c d")], "raise data.max_length"),
                            ([{"prompt": "x"}], "needs messages, conversations or text")]:
             with self.subTest(part):
                 self.write(rows)
