@@ -81,6 +81,9 @@ class Sequences {
                                                    .rows = rows,
                                                    .starts = std::vector<int64_t>(rows.size(), 0),
                                                    .logit_places_r = at::tensor(last, at::kLong)});
+      std::vector<std::string> names;
+      for (const int64_t row : rows) names.push_back(prompts_[static_cast<size_t>(slots_[static_cast<size_t>(row)].prompt)].id);
+      require_finite_logits(states.logits_btv.reshape({b, -1}), names);
       take(states.logits_btv, rows);
       times_.prefill_seconds += seconds_since(start);
     }
@@ -359,6 +362,16 @@ std::vector<int64_t> choose_tokens(const at::Tensor& logits_bv, const Sampling& 
   const at::Tensor host = chosen_tokens(logits_bv, sampling, at::tensor(uniform, at::kDouble).to(logits_bv.device())).to(at::kCPU, at::kLong).contiguous();
   const auto* tokens = host.const_data_ptr<int64_t>();
   return {tokens, tokens + logits_bv.size(0)};
+}
+
+void require_finite_logits(const at::Tensor& logits_rv, const std::vector<std::string>& ids) {
+  const at::Tensor is_fine_r = at::isfinite(logits_rv).all(-1).cpu();
+  for (int64_t r = 0; r < is_fine_r.size(0); ++r) {
+    if (!is_fine_r[r].item<bool>()) {
+      throw Error(ExitCode::kData, format("prompt '{}': the target's logits are not finite (NaN or infinity)", ids[static_cast<size_t>(r)]),
+                  "its weights are damaged, or its type is too narrow for them: fetch the model again, or try it in float32 on a CPU");
+    }
+  }
 }
 
 GenerationTimes generate(const Target& target, const std::vector<Prompt>& prompts, const std::vector<int64_t>& which,

@@ -32,6 +32,10 @@ struct Sampling {
 [[nodiscard]] std::vector<int64_t> choose_tokens(const at::Tensor& logits_bv, const Sampling& sampling, const std::vector<int64_t>& samples,
                                                  const std::vector<int64_t>& positions);
 
+/// Throws Error(data) when a logit is NaN or infinite: damaged weights, or a type too narrow for this model, whose answers would be junk of one token. logits [r, v], `ids` of the r
+/// prompts.
+void require_finite_logits(const at::Tensor& logits_rv, const std::vector<std::string>& ids);
+
 enum class StopReason { kStopToken, kLength, kContext };
 [[nodiscard]] const char* name_of(StopReason reason);
 

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "core/base/error.hpp"
+#include "core/model/generate.hpp"
 #include "core/train/batch.hpp"
 #include "core/train/loader.hpp"
 
@@ -101,6 +102,9 @@ PromptGroup::PromptGroup(const Target& target, std::vector<Prompt> prompts, int6
                                         .starts = std::vector<int64_t>(static_cast<size_t>(b), 0),
                                         .logit_places_r = integers(last)});
   layers_bth_ = std::move(states.layers_bth);
+  std::vector<std::string> names;
+  for (const Prompt& prompt : prompts_) names.push_back(prompt.id);
+  require_finite_logits(states.logits_btv.reshape({static_cast<int64_t>(names.size()), -1}), names);
   first_tokens_ = host_values(states.logits_btv.argmax(-1));
 }
 

@@ -144,6 +144,23 @@ class Decoding(unittest.TestCase):
             self.refused(2, f"{flag} ", "dflash2", *output, flag, value)
         self.assertFalse((self.place / "never.jsonl").exists())
 
+    def test_a_target_whose_weights_are_damaged_answers_nothing(self):
+        target = self.place / "damaged-target"
+        shutil.copytree(ROOT / "tests/parity/golden/target_llama_tied", target)
+        tensors = read_tensors(target / "model.safetensors")
+        name = next(name for name in tensors if name.endswith("layers.3.mlp.up_proj.weight"))
+        dtype, shape, raw = tensors[name]
+        tensors[name] = (dtype, shape, np.array([np.nan], np.float32).tobytes() + raw[4:])
+        self.assertEqual(dtype, "F32")
+        write_tensors(target / "model.safetensors", tensors)
+        sets = "--set", f'model.target_model_path="{target}"'
+        self.refused(4, "logits are not finite", "dflash2", "generate", "--output", self.place / "junk.jsonl", *sets)
+        self.assertFalse((self.place / "junk.jsonl").exists())
+        folder = self.place / "draft-of-no-record"  # without a record of its target
+        shutil.copytree(self.drafts["dflash2"], folder)
+        (folder / "export.json").unlink()
+        self.refused(4, "logits are not finite", "dflash2", "eval", "--speculative", "--draft", folder, *sets)
+
     # ---- speculative decoding
 
     def test_answers_of_one_token_leave_nothing_to_draft_and_that_is_said(self):
