@@ -92,7 +92,8 @@ PromptGroup::PromptGroup(const Target& target, std::vector<Prompt> prompts, int6
   for (const Prompt& prompt : prompts_) ids.push_back(prompt.ids);
   prompt_ids_bt_ = padded(ids);
   const int64_t b = prompt_ids_bt_.size(0), t = prompt_ids_bt_.size(1);
-  cache_ = target.new_cache(b, t + limits.max_new_tokens + room_tokens + 2);
+  const int64_t longest = limits.context_tokens > 0 ? std::min(t + limits.max_new_tokens, std::max(limits.context_tokens, t)) : t + limits.max_new_tokens;
+  cache_ = target.new_cache(b, longest + room_tokens + 2);
   std::vector<int64_t> last;
   for (int64_t j = 0; j < b; ++j) last.push_back(j * t + static_cast<int64_t>(ids[static_cast<size_t>(j)].size()) - 1);
   TargetStates states = target.forward({.input_ids_bt = prompt_ids_bt_,

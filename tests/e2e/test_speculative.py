@@ -168,6 +168,11 @@ class Decoding(unittest.TestCase):
         self.assertTrue(report["lossless"])
         self.assertIn("nothing was drafted", report["drafts"][0]["verdict"])
 
+    def test_answers_may_be_as_long_as_the_context_and_take_no_more_memory(self):
+        report = self.ok("dflash2", "eval", "--speculative", "--draft", self.drafts["dflash2"], "--max-new-tokens", 10**10, "--max-prompts", 2, "--stop-tokens", "none")
+        self.assertTrue(report["lossless"])
+        self.assertGreater(report["plain_tokens"], 2 * 400)  # of 512
+
     def test_a_draft_that_chance_alone_makes_worse_is_not_accused(self):
         folder = self.place / "draft-recorded"
         shutil.copytree(self.drafts["dflash2"], folder)
