@@ -184,15 +184,6 @@ std::string TapeRunner::where(int64_t unit, int64_t use, const char* phase) cons
 
 void TapeRunner::begin_window(const at::Tensor& seed, const StepInfo& step) {
   SF_CHECK(tape_.empty(), "a window begins while a micro-step of the last one is open");
-  for (auto& unit : units_) {
-    unit->is_encoded = false;
-    for (GradientSink& sink : unit->sinks) {
-      if (sink.touched) {
-        sink.buffer.zero_();
-        sink.touched = false;
-      }
-    }
-  }
   if (options_.transforms != nullptr) {
     options_.transforms->begin_window();
   }
@@ -202,6 +193,15 @@ void TapeRunner::begin_window(const at::Tensor& seed, const StepInfo& step) {
   loss_sum_ = at::zeros({}, loss_sum_.options());
   metrics_.clear();
   sharding_.begin_window();
+  for (auto& unit : units_) {  // last: whatever read gradients is behind us now
+    unit->is_encoded = false;
+    for (GradientSink& sink : unit->sinks) {
+      if (sink.touched) {
+        sink.buffer.zero_();
+        sink.touched = false;
+      }
+    }
+  }
 }
 
 void TapeRunner::begin_micro_step() {

@@ -69,6 +69,11 @@ class FakeWork final : public CommWork {
       throw std::logic_error("the input of " + kind_ + " " + label_ + " changed while it was in flight");
     }
     if (kind_ == "all_gather") {
+      for (const PartRun& run : runs_) {
+        if (run.memory.is_floating_point() && !at::isnan(run.memory).all().item<bool>()) {
+          throw std::logic_error("memory of all_gather " + label_ + " was written while it was in flight");
+        }
+      }
       output_.copy_(at::cat(inputs, 0));
       for (const PartRun& run : runs_) {
         run.memory.view({-1}).copy_(output_.narrow(0, run.place, run.memory.numel()));

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <stdexcept>
 
 #include "plugins/sharding/fsdp1/fsdp1.hpp"
 #include "plugins/sharding/fsdp2/fsdp2.hpp"
@@ -438,6 +439,114 @@ TEST_CASE("fsdp: layouts cover every element once, rows stay together in fsdp2, 
   CHECK(fsdp::own_of(rows, 4, 3)[1].end == fsdp::own_of(rows, 4, 3)[1].begin);
   CHECK(fsdp::own_of(rows, 4, 3)[2].begin == 9 * 7);
   CHECK(fsdp::own_of(rows, 4, 3)[2].end == 10 * 7);
+}
+
+TEST_CASE("fsdp: a rank's own share is added where it lies, in float32, whatever is missing, narrow, uneven or not aligned on some rank") {
+  // Rows for all, for the first rank alone, in odd numbers that no vector load takes; ranks without rows of any parameter.
+  const std::vector<fsdp::Extent> members = {{7, 3}, {1, 5}, {4, 16}, {9, 1}};
+  const auto gradient_of = [&](size_t member, int64_t rank, int64_t window) {  // numbers that bfloat16 has, so that sums are exact whatever the wire
+    const int64_t count = members[member].elements();
+    return at::arange(count, at::kFloat).remainder(13).add(static_cast<double>(1 + rank + window)).view({members[member].rows, members[member].row_elements});
+  };
+  for (const int64_t ranks : {2, 3, 5}) {
+    for (const auto cut : {fsdp::row_layout, fsdp::flat_layout}) {
+      for (const at::ScalarType wire : {at::kFloat, at::kBFloat16}) {
+        CAPTURE(ranks);
+        FakeHub(ranks).run([&](FakeComm& comm) {
+          const fsdp::Layout layout = cut(members, ranks);
+          fsdp::Reducer reducer({{.name = "one", .layout = layout}, {.name = "other", .layout = layout}}, {.comm = &comm, .dtype = wire, .max_inputs = 2});
+          for (int64_t window = 0; window < 4; ++window) {
+            // 0: all there; 1: one rank has none of a parameter; 2: one rank has a narrow one; 3: one rank has nothing at all
+            const bool is_odd = comm.rank() == ranks - 1;
+            std::vector<at::Tensor> given, expected;
+            for (size_t m = 0; m < members.size(); ++m) {
+              at::Tensor gradient = gradient_of(m, comm.rank(), window);
+              if (is_odd && ((window == 1 && m == 2) || window == 3)) {
+                gradient = at::Tensor();
+              } else if (is_odd && window == 2 && m == 0) {
+                gradient = gradient.to(at::kBFloat16);
+              }
+              given.push_back(gradient);
+              expected.push_back(at::zeros({members[m].elements()}));
+              for (int64_t r = 0; r < ranks; ++r) {
+                if (r < ranks - 1 || !((window == 1 && m == 2) || window == 3)) {
+                  expected.back() += gradient_of(m, r, window).view({-1});
+                }
+              }
+            }
+            reducer.reduce(0, given);
+            reducer.reduce(1, given);
+            reducer.drain();
+            for (const at::Tensor& gradient : given) {
+              if (gradient.defined()) {
+                gradient.zero_();  // as the next window does
+              }
+            }
+            for (const int64_t group : {0, 1}) {
+              for (size_t m = 0; m < members.size(); ++m) {
+                const fsdp::Own own = fsdp::own_of(layout, static_cast<int64_t>(members.size()), comm.rank())[m];
+                CHECK(at::equal(reducer.reduced(group).narrow(0, own.place, own.end - own.begin), expected[m].slice(0, own.begin, own.end)));
+              }
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST_CASE("fsdp: gradients of a reduction in flight stay as they are until it is waited for; a window that is given up frees them") {
+  const fsdp::Layout layout = fsdp::row_layout({{4, 8}}, 2);
+  const auto train = [&](bool is_given_up) {
+    FakeHub(2).run([&](FakeComm& comm) {
+      fsdp::Reducer reducer({{.name = "one", .layout = layout}}, {.comm = &comm});
+      const at::Tensor gradient = at::ones({4, 8});
+      reducer.reduce(0, {gradient});
+      if (is_given_up) {
+        reducer.abandon();
+        CHECK(comm.reductions_in_flight == 0);
+      }
+      gradient.fill_(2);
+      if (is_given_up) {
+        reducer.reduce(0, {gradient});
+      }
+      reducer.drain();
+      CHECK(at::equal(reducer.reduced(0), at::full({16}, 4.0)));
+    });
+  };
+  CHECK_THROWS_WITH_AS(train(false), "the input of reduce_scatter one changed while it was in flight", std::logic_error);
+  train(true);
+  // What is given up is looked at, too.
+  CHECK_THROWS_WITH_AS(FakeHub(2).run([&](FakeComm& comm) {
+    fsdp::Reducer reducer({{.name = "one", .layout = layout}}, {.comm = &comm});
+    const at::Tensor gradient = at::ones({4, 8});
+    reducer.reduce(0, {gradient});
+    gradient.fill_(2);
+    reducer.abandon();
+  }), "the input of reduce_scatter one changed while it was in flight", std::logic_error);
+}
+
+TEST_CASE("fake ranks: memory that a gather goes to is nobody's until it is waited for") {
+  for (const bool writes : {false, true}) {
+    const auto gather = [&] {
+      FakeHub(2).run([&](FakeComm& comm) {
+        const at::Tensor part = at::full({4}, 1.0 + static_cast<double>(comm.rank())), staging = at::zeros({8}), slot = at::zeros({3});
+        const auto work = comm.all_gather_to({{.memory = slot, .place = 5}}, staging, part, "slots", Channel::main);
+        CHECK(at::isnan(slot).all().item<bool>());
+        if (writes) {
+          slot[1] = 7;
+        }
+        work->wait();
+        CHECK(at::equal(slot, at::full({3}, 2.0)));
+        CHECK(at::isnan(staging).all().item<bool>());
+      });
+    };
+    if (writes) {
+      CHECK_THROWS_WITH_AS(gather(), "memory of all_gather slots was written while it was in flight", std::logic_error);
+    } else {
+      gather();
+    }
+  }
 }
 
 TEST_CASE("fsdp: an order of units that differs from the plan is an error that names the place") {

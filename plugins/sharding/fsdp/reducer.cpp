@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <stdexcept>
 
 namespace sf::fsdp {
 
@@ -119,6 +120,8 @@ void Reducer::abandon() {
     in_flight_.pop_front();
     try {
       given_up.work->wait();
+    } catch (const std::logic_error&) {  // a mistake of ours
+      throw;
     } catch (const std::exception&) {  // the window is lost already; whoever communicates next learns of what is wrong with the ranks
     }
   }
