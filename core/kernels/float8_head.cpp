@@ -45,6 +45,8 @@ Float8Matrix encoded(const at::Tensor& x_rc, Float8Format format) {
 
 Float8Heads& float8_heads() { return heads(); }
 
+int64_t float8_head_bytes(int64_t v, int64_t h) { return heads().is_used ? 2 * v * h + (v + h) * static_cast<int64_t>(sizeof(float)) : 0; }
+
 const Float8Head* float8_head(const at::Tensor& head_vh) {
   Heads& all = heads();
   if (!all.is_used) {

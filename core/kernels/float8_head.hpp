@@ -11,6 +11,8 @@
 namespace sf {
 
 [[nodiscard]] Float8Heads& float8_heads();
+/// Bytes that a head [v, h] takes in training beside itself: two layouts and the scales of their rows; 0 when float8_heads() is not in use.
+[[nodiscard]] int64_t float8_head_bytes(int64_t v, int64_t h);
 
 struct Float8Head {
   Float8Matrix matrix;      // [v, h] and [h, v], e4m3, a scale for each row of each

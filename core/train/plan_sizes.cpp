@@ -9,6 +9,7 @@
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
+#include "core/kernels/float8_head.hpp"
 #include "core/kernels/slow_paths.hpp"
 #include "core/plan/plan.hpp"
 #include "core/train/session.hpp"
@@ -210,6 +211,9 @@ std::vector<SizeLine> plan_sizes(const Plan& plan, const Description& descriptio
       }
       lines.push_back({"weights of " + member.name, kept.weights, kept.detail + ": " + join(transforms->taken_text(member), "; ")});
     }
+  }
+  if (const int64_t bytes = description.needs_head ? float8_head_bytes(vocab, hidden) : 0; bytes > 0) {
+    lines.push_back({"head in float8", bytes, format("[{}, {}] and transposed, a scale for each row", vocab, hidden)});
   }
   const StagingSize staging = staging_size(plan, held.weights + held.trainable_elements * (facts.bfloat16 ? 12 : 8));
   const bool is_host_apart = plan.get<std::string>("device") == "cuda";

@@ -56,6 +56,9 @@ def the_plan_says_what_is_taken_over_and_what_that_takes():
     expect(told, "transform", "fp8 0.1.0", "weights of fp8", "block.0 to block.1: self_attn.q_proj, self_attn.k_proj")
     assert "attention_conv.kernel_projection" in told.split("weights of fp8")[1].splitlines()[0], told
     expect(work.host("plan", *SINGLE, "--set", 'plugin.fp8.skip=["self_attn.*", "kernel_projection"]').stdout, "block.0 to block.1: mlp.gate_proj, mlp.up_proj, mlp.down_proj")
+    lines = [{line["name"]: line["bytes"] for line in work.json("plan", *SINGLE, "--set", f"plugin.fp8.head={head}")["sizes"]} for head in ("false", "true")]
+    assert "head in float8" not in lines[0] and lines[1]["head in float8"] == 2 * 320 * 64 + 4 * (320 + 64), lines
+    assert lines[1]["total (estimate)"] - lines[0]["total (estimate)"] == lines[1]["head in float8"], lines
     shutil.rmtree(work.path)
 
 
@@ -131,7 +134,7 @@ def refusals_say_why_and_what_to_do():
         expect(work.host(verb, "--backend", "single+fp8", *more, code=2).stderr, "error[F9]", "compute capability 8.9", "plugin.fp8.emulate = true")
         expect(work.host(verb, "--backend", "fsdp1+fp8", *FP8, *more, code=2).stderr, "error[B2]", "fsdp1 does not offer what fp8 needs", "single and fsdp2 do")
     expect(work.host("train", *SINGLE, "--set", 'plugin.fp8.skip=["*"]', code=2).stderr, "[F5] fp8 has nothing to do")
-    expect(work.host("train", *SINGLE, "--set", 'plugin.fp8.skip=["q_porj"]', code=2).stderr, '"q_porj" names no linear')
+    expect(work.host("train", *SINGLE, "--set", 'plugin.fp8.skip=["q_porj"]', code=2).stderr, '"q_porj" names no linear', "the blocks have", "self_attn.q_proj")
     expect(work.host("plan", "--backend", "fp8", *FP8, "--set", "plugin.fp8.gather=true", "--set", 'plugin.fp8.scaling="row"', code=2).stderr, "error[F11]")
     shutil.rmtree(work.path)
 

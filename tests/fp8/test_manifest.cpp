@@ -118,3 +118,13 @@ TEST_CASE("fp8 manifest: EAGLE3 is told that scales by row keep its acceptance (
   CHECK(ids(judged({"algorithm.name=\"eagle3\"", "plugin.fp8.scaling=\"row\""})) == "");
   CHECK(ids(judged({"algorithm.name=\"dspark\""})) == "");
 }
+
+TEST_CASE("fp8 manifest: a format of gradients that are all in bfloat16 has no effect (fp8/gradients-in-bf16)") {
+  const std::vector<std::string> both = {"plugin.fp8.gradients=\"e5m2\"", "plugin.fp8.grad_input=\"bf16\"", "plugin.fp8.grad_weight=\"bf16\""};
+  const Diagnostics found = judged(both);
+  CHECK(ids(found) == "fp8/gradients-in-bf16");
+  CHECK_FALSE(found.has_errors());
+  CHECK(says(found, "plugin.fp8.gradients has no effect"));
+  CHECK(ids(judged({both[0], both[1]})) == "");
+  CHECK(ids(judged({both[0], both[2]})) == "");
+}

@@ -146,6 +146,12 @@ TEST_CASE("fp8 takes over trainable linears of blocks whose dimensions are multi
   Fp8 twice({.skip = {}});
   CHECK(twice.take_over(all) == twice.take_over(all));
   CHECK_THROWS_WITH_AS(Fp8({.skip = {"nothing"}}).take_over(all), "plugin.fp8.skip: \"nothing\" names no linear of the draft's blocks", Error);
+  try {
+    (void)Fp8({.skip = {"nothing"}}).take_over(all);
+  } catch (const Error& error) {
+    CHECK(error.hint() == "write the last parts of a name, like \"down_proj\", without .weight; the blocks have attention_conv.kernel_projection, mlp.down_proj, mlp.gate_proj, "
+                          "mlp.up_proj, self_attn.q_proj");
+  }
   CHECK_THROWS_WITH_AS(Fp8({.skip = {}}).take_over({spec("mlp.up_proj", 32, 40), in_root(spec("fc", 32, 32))}),
                        "[F5] fp8 has nothing to do: no trainable linear of the draft's blocks has two dimensions that are multiples of 16 (block.0.mlp.up_proj is 40 x 32)",
                        Error);
@@ -161,5 +167,9 @@ TEST_CASE("fp8 skip patterns name the last parts of a name") {
   CHECK_FALSE(fp8::names_linear("block.3.*", "block.3.mlp.down_proj"));
   CHECK_FALSE(fp8::names_linear("proj", "block.3.mlp.down_proj"));
   CHECK_FALSE(fp8::names_linear("", "block.3.mlp.down_proj"));
+  for (const char* pattern : {".down_proj", "down_proj.", "mlp..down_proj", ".", "block.3.mlp.down_proj.weight"}) {
+    CAPTURE(pattern);
+    CHECK_FALSE(fp8::names_linear(pattern, "block.3.mlp.down_proj"));
+  }
   CHECK_FALSE(fp8::names_linear("a.block.3.mlp.down_proj", "block.3.mlp.down_proj"));
 }

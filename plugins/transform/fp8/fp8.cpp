@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 
 #include "plugins/transform/fp8/product.hpp"
 #include "plugins/transform/fp8/skip.hpp"
@@ -24,11 +25,13 @@ std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
   place_.assign(linears.size(), -1);
   std::vector<bool> is_used(options_.skip.size(), false);
   std::string passed;   // why the others were not
+  std::set<std::string> names;
   for (size_t i = 0; i < linears.size(); ++i) {
     const LinearSpec& spec = linears[i];
     if (spec.shard_group == "root" || !spec.trainable) {
       continue;
     }
+    names.insert(spec.name);
     bool is_skipped = false;
     for (size_t s = 0; s < options_.skip.size(); ++s) {
       if (names_linear(options_.skip[s], full_name(spec))) {
@@ -46,8 +49,12 @@ std::vector<bool> Fp8::take_over(const std::vector<LinearSpec>& linears) {
   }
   for (size_t s = 0; s < options_.skip.size(); ++s) {
     if (!is_used[s]) {
+      std::string listed;
+      for (const std::string& name : names) {
+        listed += (listed.empty() ? "" : ", ") + name;
+      }
       throw Error(ExitCode::kUsage, "plugin.fp8.skip: \"" + options_.skip[s] + "\" names no linear of the draft's blocks",
-                  "write the last parts of a name, like \"down_proj\"; sf-host plan lists the linears that are taken over");
+                  "write the last parts of a name, like \"down_proj\", without .weight; the blocks have " + (listed.empty() ? "none" : listed));
     }
   }
   if (taken_.empty()) {

@@ -24,7 +24,7 @@ std::string_view take_last(std::string_view& name) {
 }  // namespace
 
 bool names_linear(std::string_view pattern, std::string_view name) {
-  if (pattern.empty()) {
+  if (pattern.empty() || pattern.front() == '.') {  // an empty part names nothing
     return false;
   }
   while (!pattern.empty()) {
