@@ -119,6 +119,13 @@ TEST_CASE("fp8 manifest: EAGLE3 is told that scales by row keep its acceptance (
   CHECK(ids(judged({"algorithm.name=\"dspark\""})) == "");
 }
 
+TEST_CASE("fp8 manifest: a head that EAGLE3 trains is not the target's (fp8/head-is-trained)") {
+  const Diagnostics found = judged({"algorithm.name=\"eagle3\"", "plugin.fp8.scaling=\"row\"", "plugin.fp8.head=true"});
+  CHECK(ids(found) == "fp8/head-is-trained");
+  CHECK(found.has_errors());
+  CHECK(ids(judged({"algorithm.name=\"dspark\"", "plugin.fp8.head=true"})) == "");
+}
+
 TEST_CASE("fp8 manifest: a format of gradients that are all in bfloat16 has no effect (fp8/gradients-in-bf16)") {
   const std::vector<std::string> both = {"plugin.fp8.gradients=\"e5m2\"", "plugin.fp8.grad_input=\"bf16\"", "plugin.fp8.grad_weight=\"bf16\""};
   const Diagnostics found = judged(both);
