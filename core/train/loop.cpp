@@ -420,6 +420,9 @@ class TrainingRun {
 
   // A window that changed nothing: harmless when no sample had weight, the end of the run when a number is not finite.
   void check(const StepResult& result, int64_t update) {
+    if (!result.alarm.empty()) {
+      throw_diverged(format("in update {} {}", update + 1, result.alarm));
+    }
     if (result.updated) {
       return;
     }

@@ -113,11 +113,7 @@ StepResult Trainer::run_window(const Window& window, const StepInfo& step, doubl
                               .cpu();
   const double* values = read.const_data_ptr<double>();
   const std::vector<double> flags(values + 4 + counts.numel(), values + read.numel());
-  if (std::any_of(flags.begin(), flags.end(), [](double flag) { return flag != 0; })) {
-    throw Error(ExitCode::kInternal, format("window {}: {}", step.update + 1, transforms->alarm_text(flags)),
-                "the update was not made; lower training.learning_rate, look at the samples with sf-host doctor, or train without backend.transforms from the last "
-                "checkpoint");
-  }
+  const bool is_alarmed = std::any_of(flags.begin(), flags.end(), [](double flag) { return flag != 0; });
   return {.loss = values[0],
           .gradient_norm = values[1],
           .denominator = values[2],
@@ -125,7 +121,8 @@ StepResult Trainer::run_window(const Window& window, const StepInfo& step, doubl
           .stop = values[4] > 0,
           .samples = static_cast<int64_t>(values[5]),
           .tokens = static_cast<int64_t>(values[6]),
-          .saves_settled = static_cast<int64_t>(values[7])};
+          .saves_settled = static_cast<int64_t>(values[7]),
+          .alarm = is_alarmed ? transforms->alarm_text(flags) : std::string()};
 }
 
 }  // namespace sf

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -31,6 +32,7 @@ struct StepResult {
   bool stop = false;        // some rank wants to stop
   int64_t samples = 0, tokens = 0;  // live ones of all ranks
   int64_t saves_settled = 0;        // ranks that said save_settled
+  std::string alarm;                // where a transform met a number that is not finite, the first of all ranks; then updated is false
 };
 
 /// Where a window is, for whoever measures it. Forward and backward come once for each micro-step.

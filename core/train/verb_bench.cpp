@@ -330,7 +330,8 @@ class StepBench {
                           {.wants_stop = session_->context->stop_requested && session_->context->stop_requested(), .upcoming = next});
     ++updates_;
     if (!last_.updated) {
-      throw Error(ExitCode::kUsage, format("update {} of the benchmark changed nothing: loss {}, gradient norm {}", updates_, last_.loss, last_.gradient_norm),
+      throw Error(ExitCode::kUsage, format("update {} of the benchmark changed nothing: loss {}, gradient norm {}{}", updates_, last_.loss, last_.gradient_norm,
+                                              last_.alarm.empty() ? std::string() : "; " + last_.alarm),
                   "lower training.learning_rate: what diverges is not worth timing");
     }
   }

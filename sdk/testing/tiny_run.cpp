@@ -189,6 +189,9 @@ TinyOutcome TinyRun::train() {
   Parts& parts = *parts_;
   const Window window = parts.make(parts.window++, false);
   const StepResult result = parts.trainer->run(window, {.update = window.number, .updates_total = 1000, .wants_details = true}, parts.setup.learning_rate);
+  if (!result.alarm.empty()) {
+    throw Error(ExitCode::kInternal, format("the run diverged: in window {} {}", window.number, result.alarm));
+  }
   if (!result.updated && result.denominator != 0) {
     throw Error(ExitCode::kInternal, format("the run diverged: window {} has loss {} and gradient norm {}", window.number, result.loss, result.gradient_norm));
   }
