@@ -92,7 +92,7 @@ class Sharding {
   virtual std::vector<at::Tensor> end_window() = 0;
   /// Euclidean norm over all ranks of what end_window returned: scalar float32 on the device, no host read.
   virtual at::Tensor gradient_norm(const std::vector<at::Tensor>& gradients) = 0;
-  /// After a failure inside a window or an evaluation: forgets it, without waiting for anything. Parameters keep their values, and the next
+  /// After a failure inside a window or an evaluation: forgets it. The host waits for nothing. Parameters keep their values, and the next
   /// begin_window starts clean.
   virtual void abandon() = 0;
 
