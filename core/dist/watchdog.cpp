@@ -14,6 +14,7 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
 constexpr auto kAbortLimit = milliseconds(2000);   // ncclCommAbort may wait for a kernel that never ends
+constexpr int64_t kTicksOfSilence = 5;             // without a word from a rank
 constexpr auto kGoodbyeLimit = milliseconds(2000); // rank 0 keeps the store open so long for others to read why
 
 milliseconds since(Clock::time_point start) { return std::chrono::duration_cast<milliseconds>(Clock::now() - start); }
@@ -134,21 +135,26 @@ std::optional<Failure> Watchdog::wait_for_failure(milliseconds limit) const {
   return failure_;
 }
 
-std::vector<int64_t> Watchdog::silent_ranks(RunStore& store, milliseconds window) const {
+template <class Wait>
+std::vector<int64_t> Watchdog::unchanged_ranks(RunStore& store, const Wait& wait) const {
   std::vector<std::string> keys;
   for (int64_t rank = 0; rank < options_.world.size; ++rank) {
     keys.push_back(key_of(rank));
   }
   const auto before = store.find_all(keys);
-  std::this_thread::sleep_for(window);
+  wait();
   const auto after = store.find_all(keys);
-  std::vector<int64_t> silent;
+  std::vector<int64_t> unchanged;
   for (size_t rank = 0; rank < keys.size(); ++rank) {
     if (before[rank] == after[rank]) {
-      silent.push_back(static_cast<int64_t>(rank));
+      unchanged.push_back(static_cast<int64_t>(rank));
     }
   }
-  return silent;
+  return unchanged;
+}
+
+std::vector<int64_t> Watchdog::silent_ranks(RunStore& store, milliseconds window) const {
+  return unchanged_ranks(store, [&] { std::this_thread::sleep_for(window); });
 }
 
 void Watchdog::run() {
@@ -175,7 +181,7 @@ void Watchdog::run() {
 
 void Watchdog::tick() {
   const Progress::State state = progress_.look();
-  store_->set(key_of(options_.world.rank), format("{} {} {}", ++beat_, state.issued, state.label));
+  beat(state);
   if (!failure()) {
     look_for_dead_ranks();
     look_for_problem(state);
@@ -190,6 +196,8 @@ void Watchdog::tick() {
     changed_.notify_all();
   }
 }
+
+void Watchdog::beat(const Progress::State& state) { store_->set(key_of(options_.world.rank), format("{} {} {}", ++beat_, state.issued, state.label)); }
 
 void Watchdog::tell(Failure failure) {
   failure.rank = -1;  // no rank's own mistake: every rank is to end, this one too
@@ -224,6 +232,19 @@ void Watchdog::look_for_problem(const Progress::State& state) {
   }
 }
 
+// Ranks that do not tick any more: stopped, swapped out, or their machine is gone. Takes some ticks, in which this rank goes on with its own, as others may be asking, too.
+std::vector<int64_t> Watchdog::silent_others(const Progress::State& state) {
+  return unchanged_ranks(*store_, [&] {
+    std::unique_lock lock(mutex_);
+    for (int64_t tick = 0; tick < kTicksOfSilence && !stop_; ++tick) {
+      changed_.wait_for(lock, options_.tick, [&] { return stop_; });
+      lock.unlock();
+      beat(state);
+      lock.lock();
+    }
+  });
+}
+
 void Watchdog::look_for_stuck(const Progress::State& state) {
   if (state.stuck == 0 || state.stuck_for < options_.limit) {
     return;
@@ -244,8 +265,15 @@ void Watchdog::look_for_stuck(const Progress::State& state) {
   }
   const std::string which = format("collective '{}' (number {} of this run) did not finish within {}", state.stuck_label, state.stuck,
                                    duration_text(options_.limit));
-  const std::string why = !missing.empty() ? format("{} had not arrived; {}", rank_list(missing), last)
+  // A rank that waits for another one's part of the collective before has not arrived either, and is not to blame.
+  const std::vector<int64_t> silent = silent_others(state);
+  look_for_dead_ranks();  // the launcher's note says more
+  const std::string no_word = silent.empty()                            ? std::string()
+                              : silent == missing && silent.size() == 1 ? ", and says nothing any more"
+                                                                        : format(", and {} {} nothing any more", rank_list(silent), silent.size() == 1 ? "says" : "say");
+  const std::string why = !missing.empty() ? format("{} had not arrived{}; {}", rank_list(missing), no_word, last)
                           : !others.empty() ? others
+                          : !silent.empty() ? format("all ranks had arrived{}", no_word)
                                             : "all ranks had arrived, so the network or a device hangs";
   tell({.rank = -1, .code = ExitCode::kCommunication, .what = format("{}: {}", which, why),
         .hint = "look at the ranks that had not arrived; training.dist_timeout is the limit"});

@@ -100,6 +100,10 @@ class Watchdog {
   void tell(Failure failure);
   void look_for_dead_ranks();
   void look_for_problem(const Progress::State& state);
+  template <class Wait>
+  [[nodiscard]] std::vector<int64_t> unchanged_ranks(RunStore& store, const Wait& wait) const;
+  void beat(const Progress::State& state);
+  [[nodiscard]] std::vector<int64_t> silent_others(const Progress::State& state);
   void look_for_stuck(const Progress::State& state);
   void look_for_silence();
   void end_process(const Failure& failure);
