@@ -1,6 +1,7 @@
 #include "sdk/testing/fake_comm.hpp"
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <cmath>
@@ -139,6 +140,7 @@ void FakeHub::fail() {
 }
 
 void FakeHub::run(const std::function<void(FakeComm&)>& body) {
+  at::set_num_threads(at::get_num_threads());  // a forked child has no pool yet, and LibTorch's way of making it is not one for two threads at once
   std::vector<std::exception_ptr> failures(static_cast<size_t>(ranks_));
   std::vector<std::unique_ptr<FakeComm>> comms;
   for (int64_t rank = 0; rank < ranks_; ++rank) {

@@ -1,8 +1,12 @@
 // fsdp1 and fsdp2 over ranks that are threads: everything equals `single`, and what they communicate is counted.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <doctest/doctest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <deque>
 #include <mutex>
@@ -560,4 +564,27 @@ TEST_CASE("fsdp: an order of units that differs from the plan is an error that n
   CHECK(plan.spans()[0].size() == 1);  // root: from the first use in forward to the last in backward
   CHECK(plan.spans()[0][0].last == 5);
   CHECK(plan.spans()[1].size() == 2);
+}
+
+TEST_CASE("fake ranks: several threads begin in a forked child, which has no pool of LibTorch's threads yet") {
+  at::set_num_threads(1);   // makes the pool, which no child takes over
+  for (int round = 0; round < 100; ++round) {
+    const pid_t child = fork();
+    if (child == 0) {
+      try {
+        std::atomic<int> begun = 0;
+        FakeHub(2).run([&](FakeComm&) {
+          for (++begun; begun < 2;) {  // both at once
+          }
+          (void)at::arange(4).numel();
+        });
+        _exit(0);
+      } catch (const std::exception&) {
+        _exit(1);
+      }
+    }
+    int status = -1;
+    REQUIRE(waitpid(child, &status, 0) == child);
+    REQUIRE(status == 0);
+  }
 }
