@@ -14,6 +14,11 @@ namespace sf {
 
 namespace {
 
+class PromptTooLong final : public JsonError {
+ public:
+  using JsonError::JsonError;
+};
+
 constexpr size_t kReportedMax = 20;
 
 Prompt parse_prompt(std::string_view line, int64_t number, int64_t vocab_size, int64_t context_tokens) {
@@ -50,7 +55,7 @@ Prompt parse_prompt(std::string_view line, int64_t number, int64_t vocab_size, i
   }
   if (prompt.ids.empty()) throw JsonError("there is no token before the answer, so nothing to answer to");
   if (context_tokens > 0 && static_cast<int64_t>(prompt.ids.size()) >= context_tokens) {
-    throw JsonError(format("the prompt has {} tokens, and the target's context ends at {}", prompt.ids.size(), context_tokens));
+    throw PromptTooLong(format("the prompt has {} tokens, and the target's context ends at {}", prompt.ids.size(), context_tokens));
   }
   return prompt;
 }
@@ -88,7 +93,7 @@ std::vector<Prompt> read_prompts(const std::filesystem::path& path, int64_t voca
     try {
       prompts.push_back(parse_prompt(line, number, vocab_size, context_tokens));
     } catch (const JsonError& error) {
-      too_long += std::string_view(error.what()).find("context ends at") != std::string_view::npos ? 1 : 0;
+      too_long += dynamic_cast<const PromptTooLong*>(&error) != nullptr ? 1 : 0;
       if (++broken <= kReportedMax) problems += format("\n  {}:{}: {}", path, number, error.what());
     }
   }

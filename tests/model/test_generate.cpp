@@ -75,7 +75,7 @@ std::string refusal(const std::string& text, int64_t context = 0) {
     (void)read_prompts(file.path, 320, context);
   } catch (const Error& error) {
     CHECK(error.code() == ExitCode::kData);
-    return error.what();
+    return std::string(error.what()) + "\n  fix:  " + error.hint();
   }
   return "";
 }
@@ -307,6 +307,8 @@ TEST_CASE("generate: prompts end before the answer of a record, and broken lines
   CHECK(refusal("{\"input_ids\": [1], \"loss_mask\": [1]}").find("no token before the answer") != std::string::npos);
   CHECK(refusal("{\"input_ids\": [1, 2], \"loss_mask\": [0]}").find("same number") != std::string::npos);
   CHECK(refusal("{\"input_ids\": [1, 2, 3, 4]}", 4).find("context ends at 4") != std::string::npos);
+  CHECK(refusal("{\"input_ids\": [1, 2, 3, 4]}", 4).find("fix:  leave them out") != std::string::npos);
+  CHECK(refusal("{\"input_ids\": [1, 2, 3, 4]}\n{\"text\": \"hello\"}", 4).find("fix:  each line is an object with input_ids") != std::string::npos);
   const std::string both = refusal("{\"input_ids\": [1]\n{\"text\": \"hello\"}\n{\"input_ids\": [1]}");
   CHECK(both.find("2 of 3 prompts") != std::string::npos);
   CHECK(both.find(":2:") != std::string::npos);
