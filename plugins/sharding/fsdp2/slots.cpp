@@ -24,7 +24,7 @@ int64_t Slots::slot_elements(const std::vector<Extent>& members) {
   return elements;
 }
 
-Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec) : comm_(placement.comm), mode_(mode), codec_(codec) {
+Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec) : comm_(placement.comm), codec_(codec) {
   const auto of_model = at::TensorOptions().device(placement.device).dtype(placement.dtype);
   int64_t largest = 0;
   for (const GroupParts& group : groups) {
@@ -56,7 +56,7 @@ Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mo
       const auto member = static_cast<size_t>(piece.member);
       slot.from.push_back(alias(gathered_, piece.place, {piece.count}));
       slot.to.push_back(alias(carries(member) ? slot.whole_carried : slot.memory, places[member] + piece.begin, {piece.count}));
-      if (mode_ == Mode::shard_grad_op) {
+      if (mode == Mode::shard_grad_op) {
         slot.runs.push_back({.memory = slot.to.back(), .place = piece.place});
       }
     }

@@ -1,7 +1,8 @@
 // plugins/sharding/fsdp2/slots.hpp: whole parameters at fixed addresses. A gather brings the parts of all ranks into one buffer; from there each
 // parameter's rows are copied to its slot. That buffer is what a prefetch needs beside the slot in use.
 //
-// SHARD_GRAD_OP: a slot for each group, which nothing uses until its gather is through: rows go straight to it where ranks copy from each other. FULL_SHARD: the same until the plan of uses is known, then groups share slots when their spans of use never
+// SHARD_GRAD_OP: a slot for each group, which nothing uses until its gather is through: rows go straight to it where ranks copy from each other.
+// FULL_SHARD: rows are copied; a slot for each group until the plan of uses is known, then groups share slots when their spans of use never
 // overlap. A group has one slot for forward and backward: saved tensors of the local graphs point into it.
 //
 // What a transform's codec carries has no place in a slot: in a window its rows are gathered encoded, once, in one collective with the rest of its group, and the
@@ -67,7 +68,6 @@ class Slots final : public WholeParameters {
   std::vector<Slot> groups_;
   std::vector<int64_t> holder_;          // by slot: the group whose values are in it, -1 for none
   Comm* comm_;
-  Mode mode_;
   GatherCodec* codec_;
   bool is_evaluating_ = false;
   at::Tensor gathered_;                  // [largest group's buffer]
