@@ -130,7 +130,11 @@ class NcclComm final : public RankComm {
     const std::string name = count("all_gather", label);
     check_parts(whole, part, size(), name);
     if (const Shared* shared = shared_memory_of(part)) {
-      return gather_from_peers(name, whole, part, *shared, channel);
+      std::vector<PartRun> runs;
+      for (int64_t peer = 0; peer < size(); ++peer) {
+        runs.push_back({.memory = whole.view({-1}).narrow(0, peer * part.numel(), part.numel()), .place = peer * part.numel()});
+      }
+      return gather_from_peers(name, runs, part, *shared, channel);
     }
     return issue(name, api_.all_gather, channel, {.out = whole.data_ptr(), .in = part.const_data_ptr(), .count = part.nbytes(), .type = SF_NCCL_BYTES}, {whole, part});
   }
@@ -314,7 +318,7 @@ class NcclComm final : public RankComm {
     return nullptr;
   }
 
-  // Straight to where the runs' memory is: nothing comes through a buffer.
+  // Straight to where the runs' memory is: nothing comes through a buffer. Each rank begins with the one after it, so that no memory is read by all at once.
   std::unique_ptr<CommWork> gather_from_peers(const std::string& name, const std::vector<PartRun>& runs, const at::Tensor& part, const Shared& shared, Channel channel) {
     const auto* own = static_cast<const char*>(part.const_data_ptr());
     const auto element = static_cast<int64_t>(part.element_size());
@@ -323,29 +327,17 @@ class NcclComm final : public RankComm {
     for (int64_t step = 1; step <= size(); ++step) {
       const int64_t peer = (rank() + step) % size();
       for (const PartRun& run : runs) {
-        if (run.memory.numel() > 0 && run.place / part.numel() == peer) {
-          const char* from = shared.of_rank[static_cast<size_t>(peer)] + (own - shared.begin) + (run.place - peer * part.numel()) * element;
-          copies.push_back({.to = run.memory.data_ptr(), .from = from, .bytes = run.memory.nbytes()});
-          tensors.push_back(run.memory);
+        if (run.memory.numel() == 0 || run.place / part.numel() != peer) {
+          continue;
         }
+        const char* from = shared.of_rank[static_cast<size_t>(peer)] + (own - shared.begin) + (run.place - peer * part.numel()) * element;
+        if (from != run.memory.const_data_ptr()) {  // the own part may lie in its place already
+          copies.push_back({.to = run.memory.data_ptr(), .from = from, .bytes = run.memory.nbytes()});
+        }
+        tensors.push_back(run.memory);
       }
     }
     return exchange(name, channel, {.copies = copies.data(), .copies_count = static_cast<int>(copies.size())}, std::move(tensors));
-  }
-  // Each rank begins with the one after it, so that no memory is read by all at once.
-  std::unique_ptr<CommWork> gather_from_peers(const std::string& name, const at::Tensor& whole, const at::Tensor& part, const Shared& shared, Channel channel) {
-    const auto* own = static_cast<const char*>(part.const_data_ptr());
-    auto* to = static_cast<char*>(whole.data_ptr());
-    const size_t bytes = part.nbytes();
-    std::vector<sf_peer_copy> copies;
-    for (int64_t step = 1; step <= size(); ++step) {
-      const auto peer = static_cast<size_t>((rank() + step) % size());
-      const char* from = shared.of_rank[peer] + (own - shared.begin);
-      if (from != to + peer * bytes) {
-        copies.push_back({.to = to + peer * bytes, .from = from, .bytes = bytes});
-      }
-    }
-    return exchange(name, channel, {.copies = copies.data(), .copies_count = static_cast<int>(copies.size())}, {whole, part});
   }
 
   // `runs`: of the own share, in float32; none: it is in `whole`.

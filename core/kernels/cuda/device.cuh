@@ -68,27 +68,19 @@ __device__ inline void store(T* to, const float (&in)[N]) {
 }
 
 #ifdef __CUDACC__  // tests/kernels/fibers.hpp has its own
-// Major number of the device's compute capability.
-inline int capability() {
-  static const int major = [] {
+// Of the device that this process uses, asked for once.
+template <cudaDeviceAttr Attribute>
+int device_attribute() {
+  static const int value = [] {
     int device = 0, found = 0;
     cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&found, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&found, Attribute, device);
     return found;
   }();
-  return major;
+  return value;
 }
-
-inline bool clusters_are_there() { return capability() >= 9; }
-inline int processor_count() {
-  static const int count = [] {
-    int device = 0, found = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&found, cudaDevAttrMultiProcessorCount, device);
-    return found;
-  }();
-  return count;
-}
+inline bool clusters_are_there() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
+inline int processor_count() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 // A kernel that is brought in while the one before it ends, where the device can: it calls wait_for_before() before it touches memory. `cluster` blocks of x make a cluster.
 template <class... Parameters, class... Arguments>
@@ -103,7 +95,7 @@ Error launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigne
   config.blockDim = block;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = capability() < 9 ? 0 : cluster > 1 ? 2 : 1;
+  config.numAttrs = !clusters_are_there() ? 0 : cluster > 1 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
