@@ -20,11 +20,11 @@ void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks,
   SF_CHECK(whole.numel() == part.numel() * ranks, "{}: whole has {} elements, part {}, in {} ranks", label, whole.numel(), part.numel(), ranks);
 }
 
-void check_runs(const std::vector<PartRun>& runs, const at::Tensor& whole, int64_t part, int64_t rank, at::ScalarType type, const std::string& label) {
+void check_runs(const std::vector<PartRun>& runs, int64_t whole, int64_t part, int64_t rank, at::ScalarType type, const std::string& label) {
   for (const PartRun& run : runs) {
     SF_CHECK(run.memory.is_contiguous() && run.memory.scalar_type() == type, "{}: a run is contiguous and of {}", label, c10::toString(type));
     const int64_t end = run.place + run.memory.numel(), of = run.place / std::max<int64_t>(1, part);
-    SF_CHECK(run.place >= 0 && end <= whole.numel() && end <= (of + 1) * part && (rank < 0 || of == rank),
+    SF_CHECK(run.place >= 0 && end <= whole && end <= (of + 1) * part && (rank < 0 || of == rank),
              "{}: a run of {} elements at {} is not of {} part of {} elements", label, run.memory.numel(), run.place, rank < 0 ? std::string("one") : format("rank {}'s", rank), part);
   }
 }

@@ -42,8 +42,8 @@ class RankComm : public Comm {
 /// Shapes and types of a gather or reduce-scatter; SF_CHECKs. `may_be_wide`: the part may be float32 where the whole is bfloat16.
 void check_parts(const at::Tensor& whole, const at::Tensor& part, int64_t ranks, const std::string& label, bool may_be_wide = false);
 
-/// Runs of a whole of parts of `part` elements: each contiguous, of the type and of one part, with `rank` >= 0 that one's; SF_CHECKs.
-void check_runs(const std::vector<PartRun>& runs, const at::Tensor& whole, int64_t part, int64_t rank, at::ScalarType type, const std::string& label);
+/// Runs of a whole of `whole` elements, in parts of `part`: each contiguous, of the type and of one part, with `rank` >= 0 that one's; SF_CHECKs.
+void check_runs(const std::vector<PartRun>& runs, int64_t whole, int64_t part, int64_t rank, at::ScalarType type, const std::string& label);
 /// memory of each run <- its elements of `whole`, and the other way. On the current stream.
 void copy_to_runs(const std::vector<PartRun>& runs, const at::Tensor& whole);
 void copy_from_runs(const at::Tensor& whole, const std::vector<PartRun>& runs);

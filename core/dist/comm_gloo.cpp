@@ -128,7 +128,7 @@ class GlooComm final : public RankComm {
 
   std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label,
                                           Channel channel) override {
-    check_runs(runs, staging, part.numel(), -1, part.scalar_type(), std::string(label));
+    check_runs(runs, staging.numel(), part.numel(), -1, part.scalar_type(), std::string(label));
     auto work = all_gather(staging, part, label, channel);
     copy_to_runs(runs, staging);
     return work;
@@ -136,7 +136,7 @@ class GlooComm final : public RankComm {
 
   std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
                                                 Channel channel) override {
-    check_runs(own, whole, part.numel(), rank(), at::kFloat, std::string(label));
+    check_runs(own, whole.numel(), part.numel(), rank(), at::kFloat, std::string(label));
     copy_from_runs(whole, own);
     return reduce_scatter(part, whole, label, channel);
   }
@@ -180,6 +180,7 @@ class GlooComm final : public RankComm {
     }
   }
   void register_buffer(const at::Tensor&) override {}
+  bool gathers_straight() const override { return false; }
 
  private:
   sf_gloo* connect(const char* prefix) {

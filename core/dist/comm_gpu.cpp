@@ -141,11 +141,12 @@ class NcclComm final : public RankComm {
   std::unique_ptr<CommWork> all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label,
                                           Channel channel) override {
     const std::string name = count("all_gather", label);
-    check_parts(staging, part, size(), name);
-    check_runs(runs, staging, part.numel(), -1, part.scalar_type(), name);
+    check_runs(runs, size() * part.numel(), part.numel(), -1, part.scalar_type(), name);
     if (const Shared* shared = shared_memory_of(part)) {
       return gather_from_peers(name, runs, part, *shared, channel);
     }
+    SF_CHECK(staging.defined(), "{}: what other ranks have no access to comes through a buffer, and none is given", name);
+    check_parts(staging, part, size(), name);
     return issue(name, api_.all_gather, channel, {.out = staging.data_ptr(), .in = part.const_data_ptr(), .count = part.nbytes(), .type = SF_NCCL_BYTES}, {staging, part},
                  [runs, staging] {
                    at::NoGradGuard no_grad;
@@ -159,7 +160,7 @@ class NcclComm final : public RankComm {
                                                 Channel channel) override {
     const std::string name = count("reduce_scatter", label);
     check_parts(whole, part, size(), name, /*may_be_wide=*/true);
-    check_runs(own, whole, part.numel(), rank(), at::kFloat, name);
+    check_runs(own, whole.numel(), part.numel(), rank(), at::kFloat, name);
     const bool can_be_summed = part.scalar_type() == at::kFloat && static_cast<int64_t>(whole.nbytes()) / size() % kPeerAlignment == 0;
     const Shared* shared = can_be_summed ? shared_memory_of(whole) : nullptr;
     const bool are_aligned = std::all_of(own.begin(), own.end(), [&](const PartRun& run) {
@@ -194,6 +195,8 @@ class NcclComm final : public RankComm {
     return issue(name, api_.broadcast, channel,
                  {.out = tensor.data_ptr(), .in = tensor.const_data_ptr(), .count = tensor.nbytes(), .type = SF_NCCL_BYTES, .root = static_cast<int>(root)}, {tensor});
   }
+
+  bool gathers_straight() const override { return uses_peers(); }
 
   void open_reduction_channel() override {
     if (reduction_ == nullptr) {

@@ -175,6 +175,7 @@ class FailingComm final : public Comm {
   }
   void open_reduction_channel() override { inner_.open_reduction_channel(); }
   void register_buffer(const at::Tensor& buffer) override { inner_.register_buffer(buffer); }
+  bool gathers_straight() const override { return inner_.gathers_straight(); }
   std::vector<std::string> gather_texts(const std::string& text, std::string_view label) override { return inner_.gather_texts(text, label); }
   std::vector<std::pair<std::string, std::int64_t>> counts() const override { return inner_.counts(); }
 

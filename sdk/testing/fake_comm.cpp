@@ -207,10 +207,16 @@ std::unique_ptr<CommWork> FakeComm::reduce_scatter(const at::Tensor& part, const
 
 std::unique_ptr<CommWork> FakeComm::all_gather_to(const std::vector<PartRun>& runs, const at::Tensor& staging, const at::Tensor& part, std::string_view label, Channel channel) {
   check_runs(runs, part.numel(), size(), part.scalar_type(), "all_gather " + std::string(label));
-  if (staging.numel() != size() * part.numel()) {
-    throw std::logic_error("all_gather " + std::string(label) + ": sizes do not fit");
+  const auto* data = static_cast<const char*>(part.const_data_ptr());
+  const bool is_registered = std::any_of(registered.begin(), registered.end(), [&](const at::Tensor& buffer) {
+    const auto* begin = static_cast<const char*>(buffer.const_data_ptr());
+    return data >= begin && data + part.nbytes() <= begin + buffer.nbytes();
+  });
+  const bool is_straight = hub_.straight_ && is_registered;
+  if (!is_straight && (!staging.defined() || staging.numel() != size() * part.numel())) {
+    throw std::logic_error("all_gather " + std::string(label) + ": the buffer that it comes through is missing or does not fit");
   }
-  return issue("all_gather", label, channel, part, staging, 0, false, runs);
+  return issue("all_gather", label, channel, part, is_straight ? at::empty({size() * part.numel()}, part.options()) : staging, 0, false, runs);
 }
 
 std::unique_ptr<CommWork> FakeComm::reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,

@@ -18,7 +18,8 @@ namespace sf::testing {
 
 class FakeHub {
  public:
-  explicit FakeHub(int64_t ranks) : ranks_(ranks) {}
+  /// `straight`: what Comm::gathers_straight says, as where ranks copy from each other; then a buffer that is given for a gather to come through is not looked at.
+  explicit FakeHub(int64_t ranks, bool straight = false) : ranks_(ranks), straight_(straight) {}
   [[nodiscard]] int64_t ranks() const { return ranks_; }
 
  private:
@@ -36,6 +37,7 @@ class FakeHub {
   void fail();
 
   int64_t ranks_;
+  bool straight_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::pair<int, int64_t>, std::shared_ptr<Operation>> operations_;
@@ -62,6 +64,7 @@ class FakeComm final : public Comm {
   std::unique_ptr<CommWork> broadcast(const at::Tensor& tensor, int64_t root, std::string_view label, Channel channel) override;
   void open_reduction_channel() override { separate = true; }
   void register_buffer(const at::Tensor& buffer) override { registered.push_back(buffer); }
+  bool gathers_straight() const override { return hub_.straight_; }
   std::vector<std::string> gather_texts(const std::string& text, std::string_view label) override;
   std::vector<std::pair<std::string, int64_t>> counts() const override { return {counted.begin(), counted.end()}; }
 

@@ -253,7 +253,7 @@ Outcome train_ranks(const DraftRun& run, int64_t ranks, const std::function<std:
   at::set_num_threads(1);
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
   const Outcome shared = empty_outcome(run);
-  FakeHub(ranks).run([&](FakeComm& comm) {
+  FakeHub(ranks, run.gathers_straight).run([&](FakeComm& comm) {
     Outcome& mine = outcomes[static_cast<size_t>(comm.rank())];
     mine.weights = shared.weights;      // the same tensors: every rank fills in its part
     mine.gradients = shared.gradients;

@@ -41,6 +41,7 @@ struct DraftRun {
   int64_t throw_in_window = -1;                              // in backward, in block 1; the window is then run again
   bool throw_at_boundary = false;                            // in the last micro-step, with reductions in flight; else in the first
   bool evaluate_between = false;
+  bool gathers_straight = false;                             // what the ranks' Comm says
   bool lends_weights = false;                                // TapeRunner::Options
   std::function<void(int64_t window, Sharding&)> after_window = {};
   std::function<std::unique_ptr<Transform, void (*)(Transform*)>()> make_transform = {};   // of each rank

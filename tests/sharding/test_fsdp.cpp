@@ -72,6 +72,9 @@ TEST_CASE("fsdp: odd shapes on 1 to 4 ranks train as one process does, in every 
       CAPTURE(mode);
       check_equal(train_ranks(run, ranks, fsdp1(mode)), expected);
       check_equal(train_ranks(run, ranks, fsdp2(mode)), expected);
+      DraftRun straight = run;
+      straight.gathers_straight = true;
+      check_equal(train_ranks(straight, ranks, fsdp2(mode)), expected);
     }
   }
 }
@@ -84,6 +87,9 @@ TEST_CASE("fsdp: a block used four times, and one whose forward runs again in ba
       CAPTURE(mode);
       check_equal(train_ranks(run, 2, fsdp1(mode)), expected);
       check_equal(train_ranks(run, 2, fsdp2(mode)), expected);
+      DraftRun straight = run;
+      straight.gathers_straight = true;
+      check_equal(train_ranks(straight, 2, fsdp2(mode)), expected);
     }
   }
 }
@@ -93,7 +99,8 @@ TEST_CASE("fsdp: gathers and reductions of a window are counted by group, and wh
   struct Row {
     int64_t blocks, uses, micro_steps, grad_op, full;
   };
-  for (const Row& row : {Row{5, 1, 1, 6, 11}, Row{5, 1, 4, 6, 44}, Row{1, 7, 2, 2, 6}}) {
+  // FULL_SHARD: the root once; each block for each pass, but the first block once for a backward pass and the forward pass after it.
+  for (const Row& row : {Row{5, 1, 1, 6, 11}, Row{5, 1, 4, 6, 1 + 4 * 10 - 3}, Row{1, 7, 2, 2, 1 + 2 * 2 - 1}}) {
     for (const auto& maker : {std::function<Maker(const std::string&)>([](const std::string& mode) { return fsdp1(mode); }),
                               std::function<Maker(const std::string&)>([](const std::string& mode) { return fsdp2(mode); })}) {
       for (const std::string& mode : kModes) {
@@ -201,8 +208,8 @@ TEST_CASE("fsdp: the bound on reductions holds for groups in any order, with sum
 }
 
 TEST_CASE("fsdp: a failure inside backward leaves nothing behind, with gathers and reductions in flight") {
-  for (const bool at_boundary : {false, true}) {
-    const DraftRun run{.windows = 4};
+  for (const auto& [at_boundary, straight] : {std::pair(false, false), std::pair(true, false), std::pair(false, true), std::pair(true, true)}) {
+    const DraftRun run{.windows = 4, .gathers_straight = straight};
     DraftRun failing = run;
     failing.throw_in_window = 2;
     failing.throw_at_boundary = at_boundary;
@@ -217,25 +224,30 @@ TEST_CASE("fsdp: a failure inside backward leaves nothing behind, with gathers a
       }
     }
   }
-  DraftRun first = {.windows = 2};
-  first.throw_in_window = 0;  // while the plan of uses is unknown
-  check_equal(train_ranks(first, 2, fsdp2("FULL_SHARD")), train_single({.windows = 2}));
+  for (const bool straight : {false, true}) {
+    DraftRun first = {.windows = 2, .gathers_straight = straight};
+    first.throw_in_window = 0;  // while the plan of uses is unknown
+    check_equal(train_ranks(first, 2, fsdp2("FULL_SHARD")), train_single({.windows = 2}));
+  }
 }
 
 TEST_CASE("fsdp: an evaluation between windows gathers for itself and changes nothing") {
-  const DraftRun run{.windows = 3};
-  DraftRun evaluating = run;
-  evaluating.evaluate_between = true;
-  for (const std::string& mode : kModes) {
+  for (const auto& [mode, straight] : {std::pair("SHARD_GRAD_OP", false), std::pair("FULL_SHARD", false), std::pair("NO_SHARD", false), std::pair("SHARD_GRAD_OP", true),
+                                       std::pair("FULL_SHARD", true)}) {
     CAPTURE(mode);
+    CAPTURE(straight);
+    const DraftRun run{.windows = 3, .gathers_straight = straight};
+    DraftRun evaluating = run;
+    evaluating.evaluate_between = true;
     for (const Maker& maker : {fsdp1(mode), fsdp2(mode)}) {
       int64_t plain = 0, evaluated = 0;
       const Outcome expected = train_ranks(run, 2, maker, [&](FakeComm& comm, Sharding&) { plain = comm.rank() == 0 ? comm.count("all_gather") : plain; });
       const Outcome found = train_ranks(evaluating, 2, maker, [&](FakeComm& comm, Sharding&) { evaluated = comm.rank() == 0 ? comm.count("all_gather") : evaluated; });
       CHECK(largest_difference(found.weights, expected.weights) == 0);
       // Five groups: root, three blocks, the frozen one. Each is gathered once per evaluation, or once per batch.
-      CHECK(evaluated - plain == (mode == "NO_SHARD" ? 0 : mode == "SHARD_GRAD_OP" ? 3 * 5 : evaluated - plain));
-      CHECK((mode != "FULL_SHARD" || (evaluated - plain >= 3 * 5 && evaluated - plain <= 3 * 10)));
+      const bool is_full = mode == std::string("FULL_SHARD");
+      CHECK(evaluated - plain == (mode == std::string("NO_SHARD") ? 0 : !is_full ? 3 * 5 : evaluated - plain));
+      CHECK((!is_full || (evaluated - plain >= 3 * 5 && evaluated - plain <= 3 * 10)));
     }
   }
 }
@@ -304,9 +316,10 @@ TEST_CASE("fsdp: what a rank holds falls as 1 / ranks, and is what the plan says
   CHECK(slots("FULL_SHARD") < slots("SHARD_GRAD_OP") / 2);
 }
 
-TEST_CASE("fsdp2: whole parameters stay at one address once the plan is known, and under FULL_SHARD blocks share a slot") {
-  for (const std::string mode : {"SHARD_GRAD_OP", "FULL_SHARD"}) {
-    DraftRun run{.shape = {.blocks = 4, .has_frozen = false}, .windows = 4, .evaluate_between = true};
+TEST_CASE("fsdp2: whole parameters stay at one address once the plan is known; under FULL_SHARD blocks share a slot, or two where gathers go straight to them") {
+  std::map<std::pair<std::string, bool>, int64_t> held_by;
+  for (const auto& [mode, straight] : {std::pair("SHARD_GRAD_OP", false), std::pair("SHARD_GRAD_OP", true), std::pair("FULL_SHARD", false), std::pair("FULL_SHARD", true)}) {
+    DraftRun run{.shape = {.blocks = 4, .has_frozen = false}, .windows = 4, .evaluate_between = true, .gathers_straight = straight};
     std::mutex mutex;
     std::map<const Sharding*, std::vector<const void*>> addresses;
     run.after_window = [&](int64_t window, Sharding& sharding) {
@@ -320,13 +333,66 @@ TEST_CASE("fsdp2: whole parameters stay at one address once the plan is known, a
       }
       CHECK(addresses[&sharding] == now);
     };
-    (void)train_ranks(run, 2, fsdp2(mode));
+    int64_t& held = held_by[{mode, straight}];
+    (void)train_ranks(run, 2, fsdp2(mode), [&](FakeComm& comm, Sharding& sharding) { held = comm.rank() == 0 ? grouped(sharding).held().whole : held; });
     for (const auto& [sharding, found] : addresses) {
       const std::set<const void*> blocks(found.begin() + 1, found.begin() + 5);
-      CHECK(blocks.size() == (mode == "FULL_SHARD" ? 1 : 4));
+      CHECK(blocks.size() == (mode == std::string("SHARD_GRAD_OP") ? 4 : straight ? 2 : 1));
       CHECK(blocks.count(found[0]) == 0);
       CHECK(blocks.count(found[5]) == 0);
     }
+  }
+  const auto held = [&](const char* mode, bool straight) { return static_cast<double>(held_by[{mode, straight}]); };
+  CHECK(held("SHARD_GRAD_OP", true) < 0.9 * held("SHARD_GRAD_OP", false));  // no buffer for gathers
+  CHECK(held("FULL_SHARD", true) < 1.05 * held("FULL_SHARD", false));       // a second slot instead of it
+  CHECK(held("FULL_SHARD", true) < 0.7 * held("SHARD_GRAD_OP", true));
+}
+
+TEST_CASE("fsdp2: a gather that goes straight to a slot leaves one in use alone, in evaluations of any order") {
+  const std::vector<UnitSpec> specs = draft_specs({.blocks = 5, .has_frozen = false});
+  for (const bool straight : {false, true}) {
+    FakeHub(2, straight).run([&](FakeComm& comm) {
+      const Made sharding = fsdp2("FULL_SHARD")();
+      sharding->build(specs, {.comm = &comm});
+      for (Shard& shard : sharding->shards()) {
+        const int64_t number = &shard - sharding->shards().data();
+        shard.local.copy_(at::arange(shard.begin, shard.end, at::kFloat).view(shard.local.sizes()).add(1000.0 * static_cast<double>(number)));
+      }
+      const auto use = [&](int64_t unit, Phase phase) {
+        sharding->before_use(unit, phase, 1);
+        int64_t number = 0;
+        for (int64_t before = 0; before < unit; ++before) {
+          number += static_cast<int64_t>(specs[static_cast<size_t>(before)].parameters.size());
+        }
+        for (size_t p = 0; p < specs[static_cast<size_t>(unit)].parameters.size(); ++p) {
+          const at::Tensor whole = sharding->whole(unit, static_cast<int64_t>(p));
+          CHECK(at::equal(whole, at::arange(whole.numel(), at::kFloat).view(whole.sizes()).add(1000.0 * static_cast<double>(number + static_cast<int64_t>(p)))));
+        }
+        sharding->after_use(unit, phase, 1);
+      };
+      const std::vector<int64_t> order = {0, 1, 2, 3, 4, 5, 6};
+      sharding->plan(Phase::forward, order);
+      sharding->begin_window();
+      for (int micro_step = 0; micro_step < 2; ++micro_step) {
+        for (const int64_t unit : order) {
+          use(unit, Phase::forward);
+        }
+        for (int64_t unit = 6; unit >= 0; --unit) {
+          use(unit, Phase::backward);
+        }
+      }
+      sharding->abandon();
+      for (const std::vector<int64_t>& evaluated : {std::vector<int64_t>{0, 1, 3, 2, 4, 5, 6}, std::vector<int64_t>{1, 3, 5, 1}, std::vector<int64_t>{5, 4, 3, 2, 1, 0}}) {
+        sharding->begin_evaluation();
+        sharding->plan(Phase::evaluate, evaluated);
+        for (int batch = 0; batch < 2; ++batch) {
+          for (const int64_t unit : evaluated) {
+            use(unit, Phase::evaluate);
+          }
+        }
+        sharding->end_evaluation();
+      }
+    });
   }
 }
 
@@ -564,6 +630,34 @@ TEST_CASE("fsdp: an order of units that differs from the plan is an error that n
   CHECK(plan.spans()[0].size() == 1);  // root: from the first use in forward to the last in backward
   CHECK(plan.spans()[0][0].last == 5);
   CHECK(plan.spans()[1].size() == 2);
+}
+
+TEST_CASE("fsdp: what ends a micro-step stays for the next one that begins with it, whatever is whole throughout beside it") {
+  const auto kept = [](const std::vector<int64_t>& group_of_unit, const std::vector<int64_t>& order, Phase phase) {
+    fsdp::UsePlan plan(group_of_unit);
+    plan.learn(phase, order);
+    std::vector<int64_t> last;  // positions after which something is given back
+    const int64_t positions = static_cast<int64_t>(order.size()) * (phase == Phase::evaluate ? 1 : 2);
+    for (int64_t position = 0; position < positions; ++position) {
+      if (plan.is_last(phase, position)) {
+        last.push_back(position);
+      }
+    }
+    return last;
+  };
+  using Positions = std::vector<int64_t>;
+  // root, three blocks, root | root, three blocks, root: nothing after 8, the first block's backward, nor after 9
+  CHECK(kept({0, 1, 2, 3, 0}, {0, 1, 2, 3, 4}, Phase::forward) == Positions{1, 2, 3, 6, 7});
+  CHECK(kept({1, 2}, {0, 1}, Phase::forward) == Positions{0, 2});              // no root: after its backward pass the first block stays
+  CHECK(kept({0, 1, 2}, {0, 1, 2}, Phase::evaluate) == Positions{0, 1, 2});    // an evaluation ends with another than it begins with
+  CHECK(kept({0, 1, 0}, {0, 1, 2}, Phase::evaluate) == Positions{});           // root throughout, and one block
+  const std::vector<std::vector<fsdp::Span>> longer = fsdp::with_gathers({{{0, 9}}, {{1, 1}, {8, 8}}, {{2, 2}, {7, 7}}});
+  CHECK(longer[0][0].first == 0);
+  CHECK(longer[1][0].first == 0);
+  CHECK(longer[1][1].first == 7);
+  CHECK(longer[2][0].first == 1);
+  CHECK(longer[2][1].first == 2);
+  CHECK(fsdp::share_slots(longer) == std::vector<int64_t>{0, 1, 2});
 }
 
 TEST_CASE("fake ranks: several threads begin in a forked child, which has no pool of LibTorch's threads yet") {

@@ -158,7 +158,7 @@ void GroupedSharding::build_cut(const Placement& placement) {
     parts_.push_back(made.part);
     parts.push_back(std::move(made));
   }
-  whole_ = settings_.make_whole(std::move(parts), placement, settings_.mode, codec_);
+  whole_ = settings_.make_whole(std::move(parts), placement, codec_);
 }
 
 at::Tensor GroupedSharding::whole(int64_t unit, int64_t parameter) {

@@ -2,7 +2,8 @@
 // reduced. How it is cut and where its whole parameters live is the business of the two plugins (WholeParameters).
 //
 //   SHARD_GRAD_OP  a group is gathered at its first use in a window and stays whole until its gradients are reduced
-//   FULL_SHARD     gathered for each pass of a micro-step and given back after its last use in it; what ends the forward pass stays for backward
+//   FULL_SHARD     gathered for each pass of a micro-step and given back after its last use in it; what ends the forward pass stays for backward, and what ends
+//                  a micro-step for the next one, if that begins with it
 //   NO_SHARD       every rank holds everything; gradients are summed over the ranks
 //
 // With one rank everything is whole and nothing is communicated, whatever the mode.
@@ -67,7 +68,7 @@ struct Settings {
   Layout (*cut)(const std::vector<Extent>& members, int64_t ranks) = nullptr;
   bool cut_frozen_gradients = false;               // a group's gradients are cut like its parameters, with room for frozen ones
   /// `codec`: how some parameters travel; null: as they are.
-  std::function<std::unique_ptr<WholeParameters>(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec)> make_whole;
+  std::function<std::unique_ptr<WholeParameters>(std::vector<GroupParts> groups, const Placement& placement, GatherCodec* codec)> make_whole;
   /// Bytes of whole parameters at most in the first micro-step, and from then on; of gather buffers.
   struct WholeMemory {
     int64_t first = 0, later = 0, buffers = 0;

@@ -32,6 +32,20 @@ void UsePlan::learn(Phase phase, const std::vector<int64_t>& order) {
       spans.push_back({position, position});
     }
   }
+  // From the end on, then from the beginning: which groups come before one that is not whole throughout ends the search.
+  const auto end = static_cast<int64_t>(found.groups.size());
+  const auto is_throughout = [&](int64_t group) {
+    const auto& spans = found.spans[static_cast<size_t>(group)];
+    return spans.size() == 1 && spans[0].first == 0 && spans[0].last == end - 1;
+  };
+  const auto first_other = [&](auto begin, auto stop) {
+    const auto other = std::find_if(begin, stop, [&](int64_t group) { return !is_throughout(group); });
+    return other == stop ? int64_t{-1} : *other;
+  };
+  const int64_t begins = first_other(found.groups.begin(), found.groups.end()), ends = first_other(found.groups.rbegin(), found.groups.rend());
+  for (int64_t group = 0; group < groups; ++group) {
+    found.stays.push_back(is_throughout(group) || (group == begins && group == ends));
+  }
   (phase == Phase::evaluate ? evaluated_ : training_) = std::move(found);
 }
 
@@ -57,8 +71,9 @@ bool UsePlan::is_last(Phase phase, int64_t position) const {
   if (position < 0) {
     return false;
   }
-  const auto& spans = known.spans[static_cast<size_t>(known.groups[static_cast<size_t>(position)])];
-  return std::any_of(spans.begin(), spans.end(), [&](const Span& span) { return span.last == position; });
+  const auto group = static_cast<size_t>(known.groups[static_cast<size_t>(position)]);
+  const auto& spans = known.spans[group];
+  return std::any_of(spans.begin(), spans.end(), [&](const Span& span) { return span.last == position && !(known.stays[group] && &span == &spans.back()); });
 }
 
 int64_t UsePlan::next(Phase phase, int64_t position, const std::function<bool(int64_t)>& is_wanted) const {
@@ -85,6 +100,24 @@ int64_t UsePlan::next_span(Phase phase, int64_t position) const {
     }
   }
   return found;
+}
+
+std::vector<std::vector<Span>> with_gathers(const std::vector<std::vector<Span>>& spans) {
+  std::vector<int64_t> begins;
+  for (const auto& of_group : spans) {
+    for (const Span& span : of_group) {
+      begins.push_back(span.first);
+    }
+  }
+  std::sort(begins.begin(), begins.end());
+  std::vector<std::vector<Span>> longer = spans;
+  for (auto& of_group : longer) {
+    for (Span& span : of_group) {
+      const auto own = std::lower_bound(begins.begin(), begins.end(), span.first);
+      span.first = own == begins.begin() ? span.first : *(own - 1);
+    }
+  }
+  return longer;
 }
 
 std::vector<int64_t> share_slots(const std::vector<std::vector<Span>>& spans) {

@@ -30,7 +30,8 @@ class UsePlan {
   /// A micro-step was given up.
   void restart();
 
-  /// The use at `position` ends a span of its group.
+  /// The use at `position` ends a span of its group, which may be given back. What a micro-step or batch ends with does not end there when the next one begins with it:
+  /// when between the two there are uses alone of groups that are whole in all of it.
   [[nodiscard]] bool is_last(Phase phase, int64_t position) const;
   /// The first group used after `position` for which `is_wanted`; -1 when there is none.
   [[nodiscard]] int64_t next(Phase phase, int64_t position, const std::function<bool(int64_t group)>& is_wanted) const;
@@ -43,6 +44,7 @@ class UsePlan {
   struct Sequence {
     std::vector<int64_t> units, groups;       // by position
     std::vector<std::vector<Span>> spans;     // by group
+    std::vector<bool> stays;                  // by group: from its last use to its first in the next micro-step or batch
     int64_t at = 0;
   };
   [[nodiscard]] const Sequence& sequence(Phase phase) const { return phase == Phase::evaluate ? evaluated_ : training_; }
@@ -50,6 +52,9 @@ class UsePlan {
   std::vector<int64_t> group_of_unit_;
   Sequence training_, evaluated_;
 };
+
+/// Spans that begin where the gather for them may, one group ahead: at the use that begins the span before, over all groups.
+[[nodiscard]] std::vector<std::vector<Span>> with_gathers(const std::vector<std::vector<Span>>& spans);
 
 /// Slots for groups so that two share one only when their spans never overlap: the slot of each group, numbered from 0. Groups that are never
 /// used get one of their own.

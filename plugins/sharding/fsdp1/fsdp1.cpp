@@ -9,7 +9,7 @@ Settings fsdp1_settings(const std::string& fsdp_sharding) {
   settings.mode = mode_of(fsdp_sharding);
   settings.cut = flat_layout;
   settings.cut_frozen_gradients = true;
-  settings.make_whole = [](std::vector<GroupParts> groups, const Placement& placement, Mode, GatherCodec*) {
+  settings.make_whole = [](std::vector<GroupParts> groups, const Placement& placement, GatherCodec*) {
     return std::make_unique<FlatBuffers>(std::move(groups), placement);
   };
   settings.whole_memory = FlatBuffers::memory;

@@ -12,8 +12,8 @@ Settings fsdp2_settings(const Fsdp2Options& options) {
   settings.separate_reduction_channel = options.separate_reduce_scatter_group;
   settings.shard_tables = options.shard_frozen_tables;
   settings.cut = row_layout;
-  settings.make_whole = [](std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec) {
-    return std::make_unique<Slots>(std::move(groups), placement, mode, codec);
+  settings.make_whole = [](std::vector<GroupParts> groups, const Placement& placement, GatherCodec* codec) {
+    return std::make_unique<Slots>(std::move(groups), placement, codec);
   };
   settings.whole_memory = Slots::memory;
   return settings;

@@ -24,18 +24,16 @@ int64_t Slots::slot_elements(const std::vector<Extent>& members) {
   return elements;
 }
 
-Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mode, GatherCodec* codec) : comm_(placement.comm), codec_(codec) {
-  const auto of_model = at::TensorOptions().device(placement.device).dtype(placement.dtype);
-  int64_t largest = 0;
+Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, GatherCodec* codec)
+    : comm_(placement.comm), codec_(codec), of_model_(at::TensorOptions().device(placement.device).dtype(placement.dtype)) {
   for (const GroupParts& group : groups) {
-    largest = std::max(largest, group.layout.elements());
+    largest_ = std::max(largest_, group.layout.elements());
   }
-  gathered_ = at::zeros({largest}, of_model);
-  if (largest > 0) {
-    comm_->register_buffer(gathered_);
+  if (codec_ != nullptr || !comm_->gathers_straight()) {
+    make_buffer();
   }
   for (GroupParts& parts : groups) {
-    Slot slot{.parts = std::move(parts), .memory = {}, .slot = static_cast<int64_t>(groups_.size()), .whole = {}, .from = {}, .to = {}, .runs = {}};
+    Slot slot{.parts = std::move(parts), .memory = {}, .slot = static_cast<int64_t>(groups_.size()), .whole = {}, .runs = {}, .from = {}, .to = {}};
     const auto carries = [&](size_t member) {
       const auto& [unit, parameter] = slot.parts.ids[member];
       return codec_ != nullptr && codec_->carries(unit, parameter);
@@ -47,18 +45,14 @@ Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mo
       places.push_back(end);
       end += aligned(c10::multiply_integers(slot.parts.shapes[m]));
     }
-    slot.memory = at::zeros({elements}, of_model);
-    slot.whole_carried = at::empty({carried}, of_model);
+    slot.memory = at::zeros({elements}, of_model_);
+    slot.whole_carried = at::empty({carried}, of_model_);
     for (size_t m = 0; m < places.size(); ++m) {
       slot.whole.push_back(alias(carries(m) ? slot.whole_carried : slot.memory, places[m], slot.parts.shapes[m]));
     }
     for (const Piece& piece : slot.parts.layout.pieces) {
       const auto member = static_cast<size_t>(piece.member);
-      slot.from.push_back(alias(gathered_, piece.place, {piece.count}));
-      slot.to.push_back(alias(carries(member) ? slot.whole_carried : slot.memory, places[member] + piece.begin, {piece.count}));
-      if (mode == Mode::shard_grad_op) {
-        slot.runs.push_back({.memory = slot.to.back(), .place = piece.place});
-      }
+      slot.runs.push_back({.memory = alias(carries(member) ? slot.whole_carried : slot.memory, places[member] + piece.begin, {piece.count}), .place = piece.place});
     }
     if (carried > 0) {
       release(slot.whole_carried.storage());
@@ -68,6 +62,13 @@ Slots::Slots(std::vector<GroupParts> groups, const Placement& placement, Mode mo
     groups_.push_back(std::move(slot));
   }
   holder_.assign(groups_.size(), -1);
+}
+
+void Slots::make_buffer() {
+  gathered_ = at::zeros({largest_}, of_model_);
+  if (largest_ > 0) {
+    comm_->register_buffer(gathered_);
+  }
 }
 
 // Places begin at multiples of 16 bytes, as parts of a group do.
@@ -117,7 +118,7 @@ void Slots::plan_payload(Slot& slot, int64_t rank) {
     }
     slot.from_payload.push_back(alias(gathered_, (of_rank * end + place[m]) / element, {piece.count}));
     slot.from_plain.push_back(alias(gathered_, (of_rank * slot.plain_bytes + place[m]) / element, {piece.count}));
-    slot.to_plain.push_back(slot.to[static_cast<size_t>(&piece - parts.layout.pieces.data())]);
+    slot.to_plain.push_back(slot.runs[static_cast<size_t>(&piece - parts.layout.pieces.data())].memory);
   }
   for (int64_t member = 0; member < members; ++member) {
     if (!is_carried(member)) {
@@ -189,10 +190,16 @@ void Slots::start(int64_t group) {
     const at::Tensor memory = at::empty({slot.whole_carried.numel()}, slot.whole_carried.options());
     point_at(slot.whole_carried.storage(), memory, 0, static_cast<int64_t>(memory.nbytes()));
   }
-  if (parts.layout.part > 0) {
-    const at::Tensor buffer = gathered_.narrow(0, 0, parts.layout.elements());
-    work_ = slot.runs.empty() ? comm_->all_gather(buffer, parts.part, parts.name) : comm_->all_gather_to(slot.runs, buffer, parts.part, parts.name);
+  if (parts.layout.part == 0) {
+    return;
   }
+  const int64_t holder = holder_[static_cast<size_t>(slot.slot)];
+  comes_straight_ = holder < 0 || holder == group;
+  if (!gathered_.defined() && !(comes_straight_ && comm_->gathers_straight())) {
+    make_buffer();
+  }
+  const at::Tensor buffer = gathered_.defined() ? gathered_.narrow(0, 0, parts.layout.elements()) : at::Tensor();
+  work_ = comes_straight_ ? comm_->all_gather_to(slot.runs, buffer, parts.part, parts.name) : comm_->all_gather(buffer, parts.part, parts.name);
 }
 
 int64_t Slots::finish(int64_t group) {
@@ -205,10 +212,18 @@ int64_t Slots::finish(int64_t group) {
     work_.reset();
     at::NoGradGuard no_grad;
     at::AutoDispatchBelowADInplaceOrView raw;  // and through aliases: the slots' own version counters never move
-    const std::vector<at::Tensor>& to = is_coded(slot) ? slot.to_plain : slot.to;
-    const bool came_straight = !is_coded(slot) && !slot.runs.empty();
-    if (!to.empty() && !came_straight) {
-      at::_foreach_copy_(to, !is_coded(slot) ? slot.from : slot.is_decoded ? slot.from_plain : slot.from_payload);
+    if (is_coded(slot)) {
+      if (!slot.to_plain.empty()) {
+        at::_foreach_copy_(slot.to_plain, slot.is_decoded ? slot.from_plain : slot.from_payload);
+      }
+    } else if (!comes_straight_) {
+      if (slot.from.empty()) {
+        for (const PartRun& run : slot.runs) {
+          slot.from.push_back(alias(gathered_, run.place, {run.memory.numel()}));
+          slot.to.push_back(run.memory);
+        }
+      }
+      at::_foreach_copy_(slot.to, slot.from);
     }
   }
   if (is_coded(slot) && !slot.is_decoded) {
@@ -236,13 +251,15 @@ void Slots::discard(int64_t group) {
 // The slot keeps its memory; what the codec carries has some for an evaluation's use alone.
 void Slots::give_back(int64_t group) {
   Slot& slot = groups_[static_cast<size_t>(group)];
+  int64_t& holder = holder_[static_cast<size_t>(slot.slot)];
+  holder = holder == group ? -1 : holder;
   if (slot.whole_carried.numel() > 0 && slot.whole_carried.storage().nbytes() > 0) {
     release(slot.whole_carried.storage());
   }
 }
 
 void Slots::plan(const std::vector<std::vector<Span>>& spans) {
-  const std::vector<int64_t> shared = share_slots(spans);
+  const std::vector<int64_t> shared = share_slots(gathered_.defined() ? spans : with_gathers(spans));
   const int64_t count = *std::max_element(shared.begin(), shared.end()) + 1;
   std::vector<int64_t> elements(static_cast<size_t>(count), 0);
   for (size_t group = 0; group < groups_.size(); ++group) {
@@ -273,7 +290,7 @@ void Slots::plan(const std::vector<std::vector<Span>>& spans) {
 }
 
 int64_t Slots::bytes() const {
-  auto bytes = static_cast<int64_t>(gathered_.nbytes());
+  auto bytes = gathered_.defined() ? static_cast<int64_t>(gathered_.nbytes()) : int64_t{0};
   std::vector<const void*> counted;
   for (const Slot& slot : groups_) {
     if (std::find(counted.begin(), counted.end(), slot.memory.unsafeGetTensorImpl()) == counted.end()) {

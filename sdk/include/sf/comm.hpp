@@ -77,6 +77,9 @@ class Comm {
   /// each other the own share is added as it is, elsewhere in the type of `whole`. Counted as reduce_scatter, and one rank may call this where another calls that.
   virtual std::unique_ptr<CommWork> reduce_scatter_from(const std::vector<PartRun>& own, const at::Tensor& part, const at::Tensor& whole, std::string_view label,
                                                         Channel channel = Channel::main) = 0;
+  /// Whether an all_gather_to of a registered part writes to its runs alone, so that `staging` may be undefined. The same on all ranks. False from a register_buffer
+  /// on whose memory some rank can't share; never true after that.
+  virtual bool gathers_straight() const = 0;
 
  protected:
   ~Comm() = default;

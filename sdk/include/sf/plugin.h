@@ -21,7 +21,7 @@ extern "C" {
 /* The version of host and SDK, one number. SF_ABI_MINOR rises with every change of a header in include/sf, the version with every release of
  * one (tests/abi/interfaces.py compares). */
 #define SF_ABI_MAJOR 0
-#define SF_ABI_MINOR 4
+#define SF_ABI_MINOR 5
 #define SF_SDK_VERSION "0.2.0"
 
 #define SF_EXPORT __attribute__((visibility("default")))
