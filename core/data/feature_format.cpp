@@ -26,6 +26,14 @@ Json features_json(const std::vector<FeatureTensor>& features) {
   return result;
 }
 
+// A number that others are added to or multiplied with: of bytes, records, tokens, samples.
+int64_t count_at(const Json& entry, const char* key) {
+  constexpr int64_t kMost = int64_t{1} << 48;
+  const int64_t count = entry.at(key).as_int();
+  if (count < 0 || count > kMost) throw JsonError(format("\"{}\" is {}, a number from 0 to 2^48 expected", key, count));
+  return count;
+}
+
 std::span<const std::byte> bytes_of_numbers(const std::vector<int64_t>& numbers) {
   return std::as_bytes(std::span(numbers));
 }
@@ -108,7 +116,7 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
       const std::optional<Dtype> dtype = dtype_from_name(entry.at("dtype").as_string());
       if (!dtype) throw JsonError("unknown dtype " + entry.at("dtype").as_string());
       feature.dtype = *dtype;
-      feature.width = entry.at("width").as_int();
+      feature.width = count_at(entry, "width");
       feature.last_state = entry.contains("layer");
       if (!feature.last_state) {
         for (const Json& id : entry.at("layer_ids").items()) feature.layer_ids.push_back(id.as_int());
@@ -116,18 +124,18 @@ FeatureManifest FeatureManifest::read(const std::filesystem::path& path) {
       manifest.features.push_back(std::move(feature));
     }
     manifest.tokens_sha256 = json.at("tokens_sha256").as_string();
-    manifest.max_length = json.at("max_length").as_int();
-    manifest.samples_unsupervised = json.at("samples_unsupervised").as_int();
+    manifest.max_length = count_at(json, "max_length");
+    manifest.samples_unsupervised = count_at(json, "samples_unsupervised");
     for (const Json& entry : json.at("shards").items()) {
       FeatureShard shard;
       shard.file = entry.at("file").as_string();
       if (shard.file.empty() || shard.file.find('/') != std::string::npos)
         throw JsonError("shard '" + shard.file + "' is no file name");
-      shard.bytes = entry.at("bytes").as_int();
+      shard.bytes = count_at(entry, "bytes");
       shard.sha256 = entry.at("sha256").as_string();
-      shard.first_sample = entry.at("first_sample").as_int();
-      shard.records = entry.at("records").as_int();
-      shard.tokens = entry.at("tokens").as_int();
+      shard.first_sample = count_at(entry, "first_sample");
+      shard.records = count_at(entry, "records");
+      shard.tokens = count_at(entry, "tokens");
       if (const Json* refused = entry.find("refused")) {
         for (const Json& sample : refused->items()) shard.refused.push_back(sample.as_int());
       }

@@ -77,6 +77,7 @@ TensorView as_int64(const TensorView& view) {
 
 std::span<const int64_t> numbers_of(const TensorView& view, std::vector<int64_t>& aligned) {
   aligned.resize(view.bytes.size() / sizeof(int64_t));
+  if (aligned.empty()) return {};  // a shard whose records were all refused
   std::memcpy(aligned.data(), view.bytes.data(), aligned.size() * sizeof(int64_t));
   return aligned;
 }

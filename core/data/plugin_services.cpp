@@ -33,6 +33,9 @@ PluginServices::PluginServices(std::string plugin, std::uint64_t seed, const std
   files_.write = [](const void* ctx, const char* name, const void* data, std::uint64_t bytes, sf_status* status) -> std::int32_t {
     const auto& self = *static_cast<const PluginServices*>(ctx);
     return guard(status, [&] {
+      if (name == nullptr || (data == nullptr && bytes > 0)) {
+        throw std::invalid_argument("a file of the run's folder needs a name, and its bytes an address");
+      }
       if (!is_named_after(name, self.plugin_)) {
         throw std::invalid_argument(format("a file of plugin \"{}\" in the run's folder can't be called \"{}\": its name begins with the plugin's", self.plugin_, name));
       }

@@ -88,7 +88,7 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path) {
     try {
       const std::string& type = entry.at("dtype").as_string();
       const std::optional<Dtype> dtype = dtype_from_name(type);
-      if (!dtype) throw refuse("tensor '" + name + "' has the unknown type " + type);
+      if (!dtype) throw refuse(format("tensor '{}' has the unknown type {}", name, type));
       view.dtype = *dtype;
       for (const Json& extent : entry.at("shape").items()) view.shape.push_back(extent.as_int());
       const Json& offsets = entry.at("data_offsets");
@@ -268,12 +268,18 @@ void write_safetensors(const std::filesystem::path& path, const std::vector<Tens
   specs.reserve(tensors.size());
   for (const TensorView& tensor : tensors) specs.push_back({tensor.name, tensor.dtype, tensor.shape});
   const std::filesystem::path part = path.string() + ".part";
-  {
+  try {
     SafetensorsWriter writer(part, specs, metadata, failure);
     for (const TensorView& tensor : tensors) writer.write(tensor.name, 0, tensor.bytes);
     writer.finish();
+    std::error_code failed;
+    std::filesystem::rename(part, path, failed);
+    if (failed) throw Error(failure, format("{}: naming the finished file: {}", path, failed.message()), "is something else of this name there? Move it away");
+  } catch (...) {
+    ::unlink(part.c_str());
+    throw;
   }
-  std::filesystem::rename(part, path);
+  sync_path(path.has_parent_path() ? path.parent_path() : std::filesystem::path("."), failure);
 }
 
 }  // namespace sf

@@ -9,6 +9,8 @@ namespace sf {
 
 namespace {
 
+constexpr int64_t kLargest = (int64_t{1} << 31) - 1;  // of any size, so that products of two of them are numbers
+
 // Keys of one configuration: the text model's own first, then what stands above it.
 class Keys {
  public:
@@ -34,6 +36,8 @@ class Keys {
     if (number <= 0)
       throw Error(ExitCode::kData,
                   format("{}: \"{}\" is {}, a positive number expected", source_, key, number));
+    if (number > kLargest)
+      throw Error(ExitCode::kData, format("{}: \"{}\" is {}, at most {} expected", source_, key, number, kLargest));
     return number;
   }
   [[nodiscard]] int64_t required(std::string_view key) const {

@@ -11,6 +11,8 @@
 namespace sf {
 namespace {
 
+constexpr int64_t kLargestId = (int64_t{1} << 31) - 1;
+
 Json read_json(const std::filesystem::path& path) {
   try {
     return Json::parse(read_file(path, ExitCode::kData), path.string());
@@ -69,6 +71,10 @@ TokenizerFacts read_tokenizer_facts(const std::filesystem::path& target) {
   const Json tokenizer = read_json(target / "tokenizer.json");
   int64_t largest = -1;
   for_each_token(tokenizer, [&](const std::string& text, int64_t id) {
+    if (id < 0 || id > kLargestId) {
+      throw Error(ExitCode::kData, format("{}: the token \"{}\" has the id {}, 0 to {} expected", target / "tokenizer.json", text, id, kLargestId),
+                  "fetch the target's tokenizer again, or set model.mask_token_id");
+    }
     largest = std::max(largest, id);
     if (!mask.empty() && text == mask && facts.mask_token_id < 0) {
       facts.mask_token_id = id;

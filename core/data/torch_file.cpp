@@ -94,9 +94,9 @@ class Unpickler {
         case 0x85: tuple(1); break;                                               // TUPLE1
         case 0x86: tuple(2); break;                                               // TUPLE2
         case 0x87: tuple(3); break;                                               // TUPLE3
-        case 'a': { auto items = pop_many(1); append(std::move(items)); break; }  // APPEND
+        case 'a': { const auto items = pop_many(1); append(items); break; }       // APPEND
         case 'e': append(pop_to_mark()); break;                                   // APPENDS
-        case 's': { auto items = pop_many(2); set(std::move(items)); break; }     // SETITEM
+        case 's': { const auto items = pop_many(2); set(items); break; }          // SETITEM
         case 'u': set(pop_to_mark()); break;                                      // SETITEMS
         case 'q': memo_[take<uint8_t>()] = top(); break;                          // BINPUT
         case 'r': memo_[take<uint32_t>()] = top(); break;                         // LONG_BINPUT
@@ -111,7 +111,7 @@ class Unpickler {
           refuse("the pickle has the operation " + std::to_string(opcode) +
                  ", which plain tensors do not need");
       }
-      if (stack_.size() > kValuesMax || values_.size() > kValuesMax) refuse("damaged pickle: too many values");
+      if (std::max({stack_.size(), values_.size(), memo_.size()}) > kValuesMax) refuse("damaged pickle: too many values");
     }
   }
 
@@ -183,7 +183,7 @@ class Unpickler {
     return values;
   }
   void tuple(size_t count) { push_tuple(pop_many(count)); }
-  void push_tuple(std::vector<Value*> items) {
+  void push_tuple(const std::vector<Value*>& items) {
     Value* tuple = push(Value::Kind::kTuple);
     for (Value* item : items) add_item(*tuple, item);
   }
@@ -192,12 +192,12 @@ class Unpickler {
     if (container.depth > kDepthMax) refuse("damaged pickle: nested too deeply");
     container.items.push_back(item);
   }
-  void append(std::vector<Value*> values) {
+  void append(const std::vector<Value*>& values) {
     Value* const list = top();
     if (list->kind != Value::Kind::kList) refuse("damaged pickle: append to something that is not a list");
     for (Value* value : values) add_item(*list, value);
   }
-  void set(std::vector<Value*> values) {
+  void set(const std::vector<Value*>& values) {
     Value* const dict = top();
     if (dict->kind != Value::Kind::kDict || values.size() % 2 != 0)
       refuse("damaged pickle: items of something that is no dictionary");
@@ -245,7 +245,7 @@ class Unpickler {
     storage->dtype = type->dtype;
     storage->number = id->items[4]->number;
   }
-  std::vector<int64_t> numbers(const Value& tuple) const {
+  [[nodiscard]] std::vector<int64_t> numbers(const Value& tuple) const {
     if (tuple.items.size() > kAxesMax) refuse("damaged pickle: a tensor of " + std::to_string(tuple.items.size()) + " axes");
     std::vector<int64_t> result;
     for (const Value* item : tuple.items) result.push_back(item->number);
@@ -289,6 +289,7 @@ class Unpickler {
 // Row-major, looking only at axes that have more than one element.
 bool is_contiguous(const Value& tensor) {
   int64_t expected = 1;
+  if (std::find(tensor.shape.begin(), tensor.shape.end(), 0) != tensor.shape.end()) return true;  // the other extents may be anything
   for (size_t i = tensor.shape.size(); i-- > 0;) {
     if (tensor.shape[i] > 1 && tensor.stride[i] != expected) return false;
     expected *= tensor.shape[i];

@@ -21,12 +21,14 @@ constexpr const char* kDspark = "DSparkDraftModel";
 
 using Shape = std::vector<int64_t>;
 
+constexpr int64_t kLargest = int64_t{1} << 30;  // of any size: extents of weights are products of two of them
+
 // config.json with every question that was asked of it and not answered.
 class Reader {
  public:
   Reader(const Json& config, std::vector<std::string>& problems) : config_(config), problems_(problems) {}
 
-  const Json* find(const std::string& dotted) const {
+  [[nodiscard]] const Json* find(const std::string& dotted) const {
     const Json* at = &config_;
     for (const std::string& key : split(dotted, '.')) {
       at = at->find(key);
@@ -40,6 +42,10 @@ class Reader {
       complain(key, found, "a positive integer");
       return 1;
     }
+    if (found->as_int() > kLargest) {
+      complain(key, found, "at most 2^30");
+      return 1;
+    }
     return found->as_int();
   }
   int64_t size_or(const std::string& key, int64_t otherwise) { return find(key) == nullptr ? otherwise : size(key); }
@@ -48,8 +54,9 @@ class Reader {
     std::vector<int64_t> values;
     bool is_fine = found != nullptr && found->is_array() && found->size() > 0;
     for (const Json& value : is_fine ? found->items() : Json::Array()) {
-      is_fine = is_fine && value.is_int();
-      values.push_back(value.is_int() ? value.as_int() : 0);
+      const bool is_one = value.is_int() && value.as_int() >= -kLargest && value.as_int() <= kLargest;
+      is_fine = is_fine && is_one;
+      values.push_back(is_one ? value.as_int() : 0);
     }
     if (!is_fine) complain(key, found, "a list of integers");
     return values;
@@ -274,7 +281,8 @@ void check_vocabulary(const SafetensorsFile& file, std::vector<std::string>& pro
   for (int64_t u = 0; u < count; ++u) {
     int64_t offset;
     std::memcpy(&offset, d2t->bytes.data() + u * static_cast<int64_t>(sizeof offset), sizeof offset);
-    const int64_t token = u + offset;
+    int64_t token = 0;
+    if (__builtin_add_overflow(u, offset, &token)) token = -1;  // none either
     if (token < 0 || token >= vocabulary || t2d->bytes[static_cast<size_t>(token)] == std::byte{0}) {
       problems.push_back(format("d2t says that draft token {} is the target's {}, which {}; d2t holds offsets, token = {} + d2t", u, token,
                                 token < 0 || token >= vocabulary ? "it does not have" : "t2d says the draft does not guess", u));

@@ -224,6 +224,15 @@ TEST_CASE("feature store: a record that the capture refused is not there") {
   CHECK(floats(store->record(2)[2]) == make_features(3, 5));
 }
 
+TEST_CASE("feature store: a shard without records is passed over") {
+  const Scratch scratch;
+  FeatureManifest manifest = write_store(scratch.path());
+  ShardWriter writer(scratch.path() / "shard-9.safetensors", manifest.features, {}, 5, manifest.recipe_fingerprint());
+  manifest.shards.push_back(writer.finish());
+  scratch.write(kManifestName, manifest.to_json().dump(2));
+  CHECK(FeatureStore::open(scratch.path(), our_needs())->size() == 5);
+}
+
 TEST_CASE("feature store: the fingerprint follows the content") {
   const Scratch a;
   const Scratch b;
@@ -325,6 +334,13 @@ TEST_CASE("feature store: what is wrong with a folder is said when it is opened"
          s.write(kManifestName, manifest.to_json().dump(2));
        },
        "shard-2.safetensors: has 2 records, the manifest says 3"},
+      {"a number of records that no sum of them holds",
+       [](const Scratch& s, FeatureNeeds&) {
+         Json manifest = Json::parse(read_file(s.path() / kManifestName));
+         manifest.find("shards")->items()[1].set("records", std::numeric_limits<int64_t>::max());
+         s.write(kManifestName, manifest.dump(2));
+       },
+       "manifest.json: \"records\" is 9223372036854775807, a number from 0 to 2^48 expected"},
       {"another target",
        [](const Scratch&, FeatureNeeds& needs) { needs.target_fingerprint = "fedcba98765432"; },
        "these features are of another target: its fingerprint is 0123456789ab, model.target_model_path has "

@@ -47,6 +47,11 @@ TEST_CASE("services: a plugin writes whole files under its own name, and no othe
   for (const char* name : {"other.csv", "minefield", "mine/x", "../mine", "", "metrics.jsonl"}) {
     CHECK(files.write(files.ctx, name, "text", 4, &status) == SF_INVALID_ARGUMENT);
   }
+  CHECK(files.write(files.ctx, nullptr, "text", 4, &status) == SF_INVALID_ARGUMENT);
+  CHECK(files.write(files.ctx, "mine", nullptr, 4, &status) == SF_INVALID_ARGUMENT);
+  CHECK(files.write(files.ctx, "mine-1", nullptr, 0, &status) == SF_OK);
+  CHECK(read_file(scratch.path() / "mine-1").empty());
+  CHECK(files.write(files.ctx, "metrics.jsonl", "text", 4, &status) == SF_INVALID_ARGUMENT);
   CHECK(std::string(status.what).find("can't be called \"metrics.jsonl\"") != std::string::npos);
   const PluginServices nowhere("mine", 1, "/nonexistent");
   const auto& lost = *static_cast<const sf_run_files*>(nowhere.find(SF_RUN_FILES));

@@ -63,6 +63,15 @@ TEST_CASE("safetensors: a view keeps the file alive") {
   CHECK_FALSE(std::filesystem::exists(scratch.path() / "a.part"));
 }
 
+TEST_CASE("safetensors: a name that is taken by a folder is an error of the caller's kind, and nothing is left beside it") {
+  const Scratch scratch;
+  const int64_t number = 5;
+  scratch.write("a/inside", "x");
+  CHECK(error_of([&] { write_safetensors(scratch.path() / "a", {{"n", Dtype::kI64, {1}, std::as_bytes(std::span(&number, 1)), nullptr}}); })
+            .find("/a: naming the finished file: ") != std::string::npos);
+  CHECK_FALSE(std::filesystem::exists(scratch.path() / "a.part"));
+}
+
 TEST_CASE("safetensors: a broken file is refused with the reason") {
   struct Row {
     const char* name;

@@ -186,6 +186,7 @@ TEST_CASE("target config: what is missing or contradictory is named with the fil
   CHECK(error(R"({"hidden_size": "8"})") ==
         "t/config.json: \"hidden_size\": expected an integer, found a string");
   CHECK(error(R"({"hidden_size": 0})") == "t/config.json: \"hidden_size\" is 0, a positive number expected");
+  CHECK(error(R"({"hidden_size": 4611686018427387904})") == "t/config.json: \"hidden_size\" is 4611686018427387904, at most 2147483647 expected");
   const std::string base =
       R"({"hidden_size": 9, "num_hidden_layers": 2, "vocab_size": 4, "num_attention_heads": )";
   CHECK(error((base + "2}").c_str()) ==

@@ -25,6 +25,10 @@ TEST_CASE("tokenizer facts: length and mask token from vocabulary and added toke
   CHECK(facts.tokens == 3);
   CHECK(facts.mask_token_id == 1);
 
+  scratch.write("tokenizer.json", R"({"model": {"vocab": {"a": 0, "b": 9223372036854775807}}})");
+  CHECK(sf::test::error_of([&] { (void)sf::read_tokenizer_facts(scratch.path()); }, &scratch) ==
+        "tokenizer.json: the token \"b\" has the id 9223372036854775807, 0 to 2147483647 expected");
+
   scratch.write("tokenizer.json", "{");
   CHECK_THROWS_AS((void)sf::read_tokenizer_facts(scratch.path()), sf::Error);
 }

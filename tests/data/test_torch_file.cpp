@@ -71,6 +71,17 @@ TEST_CASE("torch file: a few kilobytes that unpack to far more values than a rec
   CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "crowded.ckpt"); }).ends_with("crowded.ckpt: damaged pickle: too many values"));
 }
 
+TEST_CASE("torch file: a few hundred bytes that unpack to millions of references to one value are refused, too") {
+  CHECK(error_of([] { (void)TorchFile::open(kData / "torch_files" / "memoized.ckpt"); }).ends_with("memoized.ckpt: damaged pickle: too many values"));
+}
+
+TEST_CASE("torch file: a tensor without elements may have any other extents") {
+  const TorchFile file = TorchFile::open(kData / "torch_files" / "empty_wide.ckpt");
+  REQUIRE(file.find("x") != nullptr);
+  CHECK(file.find("x")->shape == std::vector<int64_t>{0, int64_t{1} << 62, int64_t{1} << 62});
+  CHECK(file.find("x")->bytes.empty());
+}
+
 TEST_CASE("torch file: a pickle nested too deeply is refused and not a crash") {
   CHECK(error_of([] {
           (void)TorchFile::open(kData / "torch_files" / "nested.ckpt");
