@@ -4,6 +4,7 @@
 #include "core/base/text.hpp"
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <cstring>
 #include <numeric>
@@ -19,12 +20,51 @@ int64_t elements(const std::vector<int64_t>& shape) {
   return std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies<>());
 }
 
-std::vector<int64_t> ints_of(const Json& json) {
+// Places in a tensor are computed without a look at overflow, so what is read has none: an axis without elements counts as one, as the others are multiplied all the
+// same.
+constexpr int64_t kElementsMax = int64_t{1} << 58;
+constexpr size_t kAxesMax = 64;
+constexpr int64_t kRanksMax = 1 << 20;
+
+std::vector<int64_t> shape_of(const Json& json, const std::string& name) {
   std::vector<int64_t> out;
+  int64_t product = 1;
   for (const Json& item : json.items()) {
-    out.push_back(item.as_int());
+    const int64_t extent = item.as_int();
+    if (extent < 0 || __builtin_mul_overflow(product, std::max<int64_t>(extent, 1), &product) || product > kElementsMax || out.size() == kAxesMax) {
+      throw JsonError(format("\"{}\" has an impossible shape: extent {} at axis {}", name, extent, out.size()));
+    }
+    out.push_back(extent);
   }
   return out;
+}
+
+// Of a slice: a place in each axis, or one among all elements.
+std::vector<int64_t> start_of(const Json& json, const std::string& name, const std::vector<int64_t>& tensor_shape) {
+  std::vector<int64_t> out;
+  for (const Json& item : json.items()) {
+    const int64_t place = item.as_int();
+    if (place < 0 || place > kElementsMax) {
+      throw JsonError(format("a slice of \"{}\" begins at the impossible place {}", name, place));
+    }
+    out.push_back(place);
+  }
+  for (size_t axis = 0; out.size() == tensor_shape.size() && axis < out.size(); ++axis) {
+    if (out[axis] > tensor_shape[axis]) {
+      throw JsonError(format("a slice of \"{}\" begins at {}, outside of its shape {}", name, out, tensor_shape));
+    }
+  }
+  return out;
+}
+
+// Of steps, samples and the like.
+int64_t count_of(const Json& json) {
+  constexpr int64_t kMost = int64_t{1} << 53;
+  const int64_t count = json.as_int();
+  if (count < 0 || count > kMost) {
+    throw JsonError(format("{} is no number of steps or samples", count));
+  }
+  return count;
 }
 
 uint64_t size_of(const Json& json) {
@@ -244,8 +284,12 @@ CheckpointIndex CheckpointIndex::part_from_json(const Json& json, const std::str
                   "resume with the version that wrote it, or a newer one");
     }
     CheckpointIndex out;
-    out.step = json.at("step").as_int();
-    out.world_size = static_cast<int>(json.at("world_size").as_int());
+    out.step = count_of(json.at("step"));
+    const int64_t ranks = json.at("world_size").as_int();
+    if (ranks < 1 || ranks > kRanksMax) {
+      throw JsonError(format("world_size is {}", ranks));
+    }
+    out.world_size = static_cast<int>(ranks);
     for (const auto& [name, entry] : json.at("files").entries()) {
       if (name.empty() || name.find('/') != std::string::npos) {
         throw Error(ExitCode::kCheckpoint,
@@ -259,13 +303,16 @@ CheckpointIndex CheckpointIndex::part_from_json(const Json& json, const std::str
     for (const auto& [name, entry] : json.at("tensors").entries()) {
       SavedTensor& tensor = out.tensors[name];
       tensor.dtype = entry.at("dtype").as_string();
-      tensor.shape = ints_of(entry.at("shape"));
+      if (dtype_bytes(tensor.dtype) == 0) {
+        throw JsonError(format("\"{}\" has the unknown type \"{}\"", name, tensor.dtype));
+      }
+      tensor.shape = shape_of(entry.at("shape"), name);
       for (const Json& slice : entry.at("slices").items()) {
         tensor.slices.push_back({.file = slice.at("file").as_string(),
                                  .offset = size_of(slice.at("offset")),
                                  .bytes = size_of(slice.at("bytes")),
-                                 .start = ints_of(slice.at("start")),
-                                 .shape = ints_of(slice.at("shape")),
+                                 .start = start_of(slice.at("start"), name, tensor.shape),
+                                 .shape = shape_of(slice.at("shape"), name),
                                  .sha256 = slice.at("sha256").as_string()});
       }
     }
@@ -357,11 +404,14 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
   try {
     RunState out;
     out.run_id = json.at("run_id").as_string();
-    out.step = json.at("step").as_int();
-    out.position = json.at("position").as_int();
-    out.epoch = json.at("epoch").as_int();
-    out.seed = std::stoull(json.at("seed").as_string());
-    out.total_steps = json.at("total_steps").as_int();
+    out.step = count_of(json.at("step"));
+    out.position = count_of(json.at("position"));
+    out.epoch = count_of(json.at("epoch"));
+    const std::string& seed = json.at("seed").as_string();
+    if (const auto [end, error] = std::from_chars(seed.data(), seed.data() + seed.size(), out.seed); error != std::errc() || end != seed.data() + seed.size()) {
+      throw Error(ExitCode::kCheckpoint, format("{}: the seed is not a number", source));
+    }
+    out.total_steps = count_of(json.at("total_steps"));
     out.schedule = json.at("schedule").as_string();
     out.recipe = json.at("recipe").as_string();
     out.draft_config = json.at("draft_config").as_string();
@@ -378,8 +428,6 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
     out.fixed = map_of(json.at("fixed"));
     out.progress = json.at("progress");
     return out;
-  } catch (const std::logic_error& error) {  // stoull
-    throw Error(ExitCode::kCheckpoint, format("{}: the seed is not a number", source));
   } catch (const JsonError& error) {
     throw Error(ExitCode::kCheckpoint, format("{} is not the state of a run: {}", source, error.what()));
   }

@@ -151,8 +151,11 @@ CheckpointReader CheckpointReader::open(const fs::path& folder, Verify verify) {
     }
   }
   const std::string state_file = (folder / kStateFile).string();
-  out.state_ =
-      RunState::from_json(Json::parse(read_file(state_file, ExitCode::kCheckpoint), state_file), state_file);
+  try {
+    out.state_ = RunState::from_json(Json::parse(read_file(state_file, ExitCode::kCheckpoint), state_file), state_file);
+  } catch (const JsonError& error) {
+    throw damaged(folder, error.what());
+  }
   return out;
 }
 

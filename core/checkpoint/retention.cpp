@@ -100,7 +100,7 @@ std::vector<int64_t> rotate_checkpoints(const fs::path& run_folder, const Retent
     }
   }
   const std::optional<BestRecord> best = read_best(run_folder);
-  const std::vector<int64_t> removed =
+  std::vector<int64_t> removed =
       superfluous_steps(whole, policy, best ? std::optional(best->step) : std::nullopt, just_saved);
   for (const int64_t step : removed) {
     remove_folder(run_folder / step_folder_name(step));

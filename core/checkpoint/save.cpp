@@ -220,7 +220,7 @@ fs::path make_partial_folder(const fs::path& run_folder, int64_t step) {
 fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointIndex index,
                            const RunState& state, const std::vector<TextFile>& texts) {
   const fs::path partial = run_folder / (std::string(kPartialPrefix) + step_folder_name(step));
-  const fs::path folder = run_folder / step_folder_name(step);
+  fs::path folder = run_folder / step_folder_name(step);
   const auto add = [&](const std::string& name, const std::string& text) {
     atomic_write(partial / name, text, ExitCode::kCheckpoint);
     index.files[name] = {.bytes = text.size(), .header_bytes = 0, .sha256 = sha256(text)};

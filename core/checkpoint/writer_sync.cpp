@@ -78,10 +78,10 @@ int32_t put(sf_instance* instance, const sf_write* piece, void (*release)(void* 
     constexpr uint64_t kLargestWrite = uint64_t{1} << 30;  // pwrite takes a little less than 2 GiB at most
     const ssize_t got = pwrite(file->second, data + written, std::min(piece->bytes - written, kLargestWrite),
                                static_cast<off_t>(piece->offset + written));
-    if (got >= 0) {
+    if (got > 0) {
       written += static_cast<uint64_t>(got);
-    } else if (errno != EINTR) {
-      code = fail(state, status, "writing", piece->file, errno);
+    } else if (got == 0 || errno != EINTR) {
+      code = fail(state, status, "writing", piece->file, got == 0 ? ENOSPC : errno);
     }
   }
   release(piece->lease);

@@ -8,6 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <limits>
+#include <utility>
 
 namespace sf {
 namespace {
@@ -267,6 +269,47 @@ TEST_CASE("checkpoint: an index of a newer version, or one that leaves its folde
   CHECK(checkpoint_error([&] {
           (void)CheckpointIndex::from_json(Json::array(), "index");
         }).find("not a checkpoint's index") != std::string::npos);
+}
+
+TEST_CASE("checkpoint: an index whose numbers no place in a tensor could have is refused before anything is computed from them") {
+  constexpr int64_t kHuge = int64_t{1} << 62;
+  struct Row {
+    const char* name;
+    std::vector<int64_t> shape, start, slice_shape;
+    const char* dtype;
+    const char* expected;
+  };
+  const Row rows[] = {
+      {"a product beyond 64 bits", {int64_t{1} << 32, int64_t{1} << 32}, {0, 0}, {int64_t{1} << 32, int64_t{1} << 32}, "F32", "impossible shape: extent 4294967296 at axis 1"},
+      {"one behind an axis without elements", {0, kHuge, kHuge}, {0, 0, 0}, {0, kHuge, kHuge}, "F32", "impossible shape"},
+      {"a negative extent", {-1, -1}, {0, 0}, {-1, -1}, "F32", "impossible shape: extent -1"},
+      {"more axes than any tensor has", std::vector<int64_t>(65, 1), std::vector<int64_t>(65, 0), std::vector<int64_t>(65, 1), "F32", "impossible shape"},
+      {"a start beyond 64 bits", {4}, {std::numeric_limits<int64_t>::max()}, {4}, "F32", "impossible place"},
+      {"a start outside", {2, 2}, {3, 0}, {0, 2}, "F32", "begins at [3, 0], outside of its shape [2, 2]"},
+      {"an unknown type", {4}, {0}, {4}, "X9", "unknown type \"X9\""},
+  };
+  for (const Row& row : rows) {
+    CAPTURE(row.name);
+    CheckpointIndex index;
+    index.files["f"] = {.bytes = 1024, .header_bytes = 8, .sha256 = ""};
+    index.tensors["w"] = {.dtype = row.dtype, .shape = row.shape, .slices = {{.file = "f", .offset = 8, .bytes = 0, .start = row.start, .shape = row.slice_shape, .sha256 = ""}}};
+    const std::string message = checkpoint_error([&] { (void)CheckpointIndex::from_json(index.to_json(), "index"); });
+    CHECK_MESSAGE(message.find(row.expected) != std::string::npos, message);
+  }
+  Json json = CheckpointIndex{}.to_json();
+  json.set("world_size", int64_t{1} << 40);
+  CHECK(checkpoint_error([&] { (void)CheckpointIndex::from_json(json, "index"); }).find("world_size is 1099511627776") != std::string::npos);
+}
+
+TEST_CASE("checkpoint: a state with a step or a place in the data that no run has is refused") {
+  const SmallRun run(3);
+  for (const auto& [key, value] : std::vector<std::pair<std::string, Json>>{{"position", int64_t{-1}}, {"position", std::numeric_limits<int64_t>::max()}, {"step", int64_t{-4}}, {"seed", "12a"}, {"seed", "-1"}}) {
+    CAPTURE(key);
+    Json json = run.state().to_json();
+    CHECK_NOTHROW((void)RunState::from_json(json, "state"));
+    json.set(key, value);
+    CHECK(checkpoint_error([&] { (void)RunState::from_json(json, "state"); }).starts_with("state"));
+  }
 }
 
 TEST_CASE("checkpoint: a tensor that is not there is an error that names it") {

@@ -61,7 +61,7 @@ TEST_CASE(
     std::uniform_int_distribution<int> delay_ms(3, 90);
     int64_t newest = 0;
     int kills_within_a_save = 0;
-    // Ten kills at least, and on a slow machine as many as it takes to have met enough saves.
+    // Ten kills at least, and on a slow machine (or with sanitizers) as many, and as late, as it takes to have met enough saves.
     const auto has_shown_enough = [&] { return newest > 10 && kills_within_a_save > 3; };
     for (int kill_number = 0; kill_number < 10 || (kill_number < 100 && !has_shown_enough()); ++kill_number) {
       const pid_t child = fork();
@@ -69,7 +69,7 @@ TEST_CASE(
       if (child == 0) {
         save_forever(folder.path(), newest + 1, kRows, beside);
       }
-      std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms(random)));
+      std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms(random) * (1 + kill_number / 10)));
       REQUIRE(kill(child, SIGKILL) == 0);
       int status = 0;
       REQUIRE(waitpid(child, &status, 0) == child);

@@ -148,10 +148,10 @@ void WriterPool::write(const Piece& piece) {
     const uint64_t wanted = std::min(piece.bytes - written, kWriteBytes);
     wait_for_turn(wanted);
     const ssize_t got = pwrite(piece.descriptor, piece.data + written, wanted, static_cast<off_t>(piece.offset + written));
-    if (got >= 0) {
+    if (got > 0) {
       written += static_cast<uint64_t>(got);
-    } else if (errno != EINTR) {
-      const int number = errno;
+    } else if (got == 0 || errno != EINTR) {
+      const int number = got == 0 ? ENOSPC : errno;
       const std::lock_guard lock(mutex_);
       fail("writing", *piece.file, number);
       return;
