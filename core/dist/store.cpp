@@ -3,6 +3,7 @@
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include <charconv>
 #include <filesystem>
 #include <thread>
 
@@ -63,7 +64,12 @@ int64_t wait_for_port(const World& world, std::chrono::milliseconds limit, const
     }
     std::this_thread::sleep_for(kPortPoll);
   }
-  return std::stoll(read_file(file, ExitCode::kCommunication));
+  const std::string text = read_file(file, ExitCode::kCommunication);
+  int64_t port = 0;
+  if (std::from_chars(text.data(), text.data() + text.size(), port).ec != std::errc() || port < 1 || port > 65535) {
+    throw Error(ExitCode::kCommunication, format("{} holds \"{}\", rank 0's port expected", file, text), "start the run again");
+  }
+  return port;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "core/dist/watchdog.hpp"
 
+#include <charconv>
 #include <filesystem>
 
 #include "core/base/file.hpp"
@@ -30,8 +31,13 @@ struct Word {
 };
 
 Word parse_word(const std::string& text) {
-  const size_t first = text.find(' '), second = text.find(' ', first + 1);
-  return {.issued = std::stoll(text.substr(first + 1, second - first - 1)), .label = text.substr(second + 1)};
+  Word word;
+  const size_t first = text.find(' '), second = first == std::string::npos ? first : text.find(' ', first + 1);
+  if (second != std::string::npos) {  // else of a rank of another build, of which require_same tells
+    std::from_chars(text.data() + first + 1, text.data() + second, word.issued);
+    word.label = text.substr(second + 1);
+  }
+  return word;
 }
 
 }  // namespace
@@ -87,11 +93,16 @@ std::string Failure::to_text() const {
 }
 
 Failure Failure::from_text(const std::string& text) {
-  const Json json = Json::parse(text, "the run's failure");
-  return {.rank = json.at("rank").as_int(),
-          .code = static_cast<ExitCode>(json.at("code").as_int()),
-          .what = json.at("what").as_string(),
-          .hint = json.at("hint").as_string()};
+  try {
+    const Json json = Json::parse(text, "the run's failure");
+    return {.rank = json.at("rank").as_int(),
+            .code = static_cast<ExitCode>(json.at("code").as_int()),
+            .what = json.at("what").as_string(),
+            .hint = json.at("hint").as_string()};
+  } catch (const JsonError& error) {  // a failure all the same
+    return {.rank = -1, .code = ExitCode::kCommunication, .what = format("a rank failed, and its reason can't be read: {}", error.what()),
+            .hint = "see the messages of the other ranks; do all of them run the same build?"};
+  }
 }
 
 Watchdog::Watchdog(Options options, std::unique_ptr<RunStore> store, Progress& progress)
@@ -163,18 +174,24 @@ void Watchdog::run() {
     lock.unlock();
     try {
       tick();
-    } catch (const Error& error) {  // the store is gone
+    } catch (const std::exception& error) {  // mostly the store is gone
+      const auto* known = dynamic_cast<const Error*>(&error);
       const std::lock_guard again(mutex_);
       if (!stop_) {
-        failure_ = Failure{.rank = -1, .code = ExitCode::kCommunication, .what = error.what(), .hint = error.hint()};
+        failure_ = Failure{.rank = -1, .code = ExitCode::kCommunication, .what = error.what(), .hint = known != nullptr ? known->hint() : ""};
         changed_.notify_all();
       }
     }
-    if (const auto found = failure(); found && found->rank != options_.world.rank) {
-      end_process(*found);
+    lock.lock();
+    if (stop_) {  // stood down in this tick: the rank leaves on its own account
       return;
     }
-    lock.lock();
+    if (failure_ && failure_->rank != options_.world.rank) {
+      const Failure found = *failure_;
+      lock.unlock();
+      end_process(found);
+      return;
+    }
     changed_.wait_for(lock, options_.tick, [&] { return stop_; });
   }
 }

@@ -9,6 +9,8 @@ namespace sf {
 namespace {
 
 constexpr int64_t kDefaultPort = 29500;  // torchrun's
+constexpr int64_t kMostRanks = 1 << 20;  // far beyond any run: a larger number is a slip, and one more for each rank would be kept of it
+constexpr int64_t kLargestNumber = 0xffff'ffff;  // Slurm's numbers of jobs and steps have 32 bits
 
 [[noreturn]] void refuse(const std::string& what, const std::string& hint) { throw Error(ExitCode::kUsage, what, hint); }
 
@@ -31,7 +33,7 @@ class Reader {
     }
     int64_t number = 0;
     const auto [end, error] = std::from_chars(value->data(), value->data() + value->size(), number);
-    if (error != std::errc() || end != value->data() + value->size() || number < 0) {
+    if (error != std::errc() || end != value->data() + value->size() || number < 0 || number > kLargestNumber) {
       refuse(format("{}=\"{}\" in the environment is no number of ranks or ports", name, *value), format("unset {} to run one process, or start it through a launcher", name));
     }
     return number;
@@ -52,6 +54,9 @@ class Reader {
 };
 
 void check_ranks(const World& world, const std::string& seen) {
+  if (world.size > kMostRanks) {
+    refuse(format("{} ranks ({}); at most {} are possible", world.size, seen, kMostRanks), "check what the launcher sets");
+  }
   if (world.size < 1 || world.rank >= world.size) {
     refuse(format("rank {} of {} ranks ({})", world.rank, world.size, seen), "ranks count from 0; check what the launcher sets");
   }
@@ -71,7 +76,7 @@ void find_rank_zero(World& world, Reader& reader, const std::string& default_hos
     refuse(format("rank {} of {} does not know where rank 0 is: MASTER_ADDR is not set ({})", world.rank, world.size, reader.seen()),
            "set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there, the same for all ranks");
   }
-  if (world.port > 65535) {
+  if (world.port > 65535 || (world.port == 0 && world.size > 1 && world.folder.empty())) {
     refuse(format("MASTER_PORT={} is no port", world.port), "ports are 1 to 65535");
   }
 }
@@ -176,6 +181,9 @@ std::vector<std::pair<std::string, std::string>> environment_of_rank(const Launc
   if (flags.nproc < 1 || flags.nnodes < 1 || flags.node_rank < 0 || flags.node_rank >= flags.nnodes) {
     refuse(format("--nproc {}, --nnodes {}, --node-rank {}", flags.nproc, flags.nnodes, flags.node_rank),
            "at least one rank and one node; nodes count from 0");
+  }
+  if (flags.nproc > kMostRanks || flags.nnodes > kMostRanks || flags.nproc * flags.nnodes > kMostRanks) {
+    refuse(format("--nproc {}, --nnodes {}: at most {} ranks are possible", flags.nproc, flags.nnodes, kMostRanks), "--nproc is for each machine, --nnodes counts machines");
   }
   const auto text = [](int64_t number) { return std::to_string(number); };
   return {{"RANK", text(flags.node_rank * flags.nproc + local_rank)},

@@ -96,6 +96,21 @@ TEST_CASE("group: without rank 0 the others end after the limit") {
   }
 }
 
+TEST_CASE("watchdog: words in the store that nobody can read end the run with its code, and not the program") {
+  const auto ends = run_ranks({.ranks = 2}, [](RankGroup& group) {
+    if (group.world().rank == 1) {
+      group.store().set("at/1", "nonsense");
+      group.store().set("failure", "no JSON");
+    }
+    (void)group.watchdog().wait_for_failure(milliseconds(8000));
+  });
+  const std::string& told = ends[0].was_told ? ends[0].told : ends[0].error;
+  CHECK_MESSAGE(has(told, "a rank failed, and its reason can't be read"), told);
+  for (const RankEnd& end : ends) {
+    CHECK(end.code == ExitCode::kCommunication);
+  }
+}
+
 TEST_CASE("watchdog: long lists of ranks are counted") {
   CHECK(rank_list({2}) == "rank 2");
   CHECK(rank_list({1, 3, 4}) == "ranks 1, 3 and 4");

@@ -93,6 +93,10 @@ TEST_CASE("world: sets that are incomplete, contradict themselves or hold no num
   CHECK(has(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "70000"}}), "70000"));
   CHECK(has(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"LOCAL_RANK", "2"}, {"LOCAL_WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}), "local rank 2"));
   CHECK(has(refusal({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}}), "MPI_LOCALRANKID"));
+  CHECK(has(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}, {"MASTER_PORT", "0"}}), "MASTER_PORT=0 is no port"));
+  CHECK(has(refusal({{"RANK", "0"}, {"WORLD_SIZE", "2000000"}, {"MASTER_ADDR", "a"}}), "2000000 ranks"));
+  CHECK(has(refusal({{"OMPI_COMM_WORLD_RANK", "0"}, {"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_LOCAL_RANK", "9223372036854775807"}}),
+            "OMPI_COMM_WORLD_LOCAL_RANK=\"9223372036854775807\""));
 }
 
 TEST_CASE("world: the first node of Slurm's lists") {
@@ -119,7 +123,7 @@ TEST_CASE("world: sf-host's own ranks get the variables that it reads again") {
   CHECK(world.folder == "/tmp/x");
   CHECK_MESSAGE(world.origin.starts_with("sf-host --nproc"), world.origin);
   for (const LaunchFlags& bad : {LaunchFlags{.nproc = 2, .nnodes = 2}, LaunchFlags{.nproc = 2, .rendezvous = "host"}, LaunchFlags{.nproc = 2, .rendezvous = "host:0"},
-                                 LaunchFlags{.nproc = 2, .rendezvous = ":1"}, LaunchFlags{.nproc = 2, .nnodes = 2, .node_rank = 2, .rendezvous = "h:1"}}) {
+                                 LaunchFlags{.nproc = 2, .rendezvous = ":1"}, LaunchFlags{.nproc = int64_t{1} << 40, .nnodes = int64_t{1} << 40, .rendezvous = "h:1"}, LaunchFlags{.nproc = 2, .nnodes = 2, .node_rank = 2, .rendezvous = "h:1"}}) {
     CHECK_THROWS_AS((void)environment_of_rank(bad, 0, "/tmp/x"), Error);
   }
 }

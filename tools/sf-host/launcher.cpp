@@ -326,7 +326,7 @@ bool is_launcher(const LaunchFlags& flags) {
     throw Error(ExitCode::kUsage, format("--nproc {}, but this process is rank {} of {} already: {}", flags.nproc, world.rank, world.size, world.origin),
                 "leave --nproc out; or start one process on each machine and give --nnodes, --node-rank and --rendezvous");
   }
-  return flags.nproc * flags.nnodes > 1;
+  return flags.nproc > 1 || flags.nnodes > 1;
 }
 
 ExitCode launch_ranks(const LaunchFlags& flags) {
