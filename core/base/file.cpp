@@ -98,7 +98,8 @@ void write_all(int descriptor, std::string_view bytes, ExitCode code, const std:
     if (written < 0 && errno == EINTR) {
       continue;
     }
-    if (written < 0) {
+    if (written <= 0) {
+      errno = written == 0 ? ENOSPC : errno;
       fail(code, "writing", path);
     }
     bytes.remove_prefix(static_cast<std::size_t>(written));

@@ -125,6 +125,9 @@ Sha256::Sha256()
       block_{} {}
 
 void Sha256::add(std::span<const std::byte> bytes) {
+  if (bytes.empty()) {  // of nothing, which may have no address either
+    return;
+  }
   const auto* data = reinterpret_cast<const std::uint8_t*>(bytes.data());
   std::size_t left = bytes.size();
   std::size_t filled = length_ % 64;

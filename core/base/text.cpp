@@ -139,7 +139,7 @@ std::string human_count(std::uint64_t count) {
 }
 
 std::string human_duration(double seconds) {
-  if (!std::isfinite(seconds) || seconds < 0) {
+  if (!(seconds >= 0 && seconds < 1e15)) {  // none of ours; and beyond what the numbers below hold
     return "unknown";
   }
   if (seconds < 9.95) {
@@ -186,6 +186,7 @@ bool parse_bytes(std::string_view text, std::int64_t& bytes) {
 }
 
 bool parse_duration(std::string_view text, double& seconds) {
+  constexpr double kLongestSeconds = 1e9;  // 31 years: what is longer would overflow a clock's nanoseconds before long
   double number = 0;
   std::string_view unit;
   if (!split_number(text, number, unit)) {
@@ -193,7 +194,7 @@ bool parse_duration(std::string_view text, double& seconds) {
   }
   double factor = unit == "ms" ? 1e-3 : unit == "s" ? 1 : unit == "min" ? 60 : unit == "h" ? 3600 : 0;
   seconds = number * factor;
-  return factor > 0;
+  return factor > 0 && seconds <= kLongestSeconds;
 }
 
 std::vector<std::string> split(std::string_view text, char separator) {

@@ -19,6 +19,7 @@ namespace {
 
 std::vector<char*> pointers(std::vector<std::string>& texts) {
   std::vector<char*> result;
+  result.reserve(texts.size() + 1);
   for (std::string& text : texts) result.push_back(text.data());
   result.push_back(nullptr);
   return result;
@@ -35,7 +36,13 @@ ChildProcess::ChildProcess(const std::vector<std::string>& arguments, const std:
   int in[2];
   int out[2];
   // A socket and not a pipe, so that writing to a program that has ended is an error here and no signal.
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, in) != 0 || ::pipe2(out, O_CLOEXEC) != 0) {
+  const bool has_input = ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, in) == 0;
+  if (!has_input || ::pipe2(out, O_CLOEXEC) != 0) {
+    const int error = errno;
+    for (const int descriptor : in) {
+      if (has_input) ::close(descriptor);
+    }
+    errno = error;
     throw Error(ExitCode::kData, format("can't start {}: {}", arguments.at(0), std::strerror(errno)), "raise the limit of open files (ulimit -n)");
   }
   // Everything is made before fork: after it a thread of a program with many may hardly do anything.

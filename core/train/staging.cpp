@@ -94,6 +94,9 @@ char* Staging::place_of(const Piece& piece) {
 }
 
 void Staging::copy(const Piece& piece) {
+  if (piece.bytes == 0) {  // and perhaps of no address
+    return;
+  }
   const at::Tensor& tensor = tensors_[piece.tensor];
   if (tensor.is_cpu()) {
     std::memcpy(place_of(piece), static_cast<const char*>(tensor.const_data_ptr()) + piece.offset, static_cast<size_t>(piece.bytes));

@@ -66,6 +66,7 @@ TEST_CASE("text: sizes and durations are written for people") {
   CHECK(human_duration(185) == "3 min 05 s");
   CHECK(human_duration(7620) == "2 h 07 min");
   CHECK(human_duration(-1) == "unknown");
+  CHECK(human_duration(1e300) == "unknown");
 }
 
 TEST_CASE("text: bytes and durations are read with their units and refused without sense") {
@@ -80,6 +81,8 @@ TEST_CASE("text: bytes and durations are read with their units and refused witho
   CHECK((parse_duration("90s", seconds) && seconds == 90));
   CHECK((parse_duration("1.5h", seconds) && seconds == 5400));
   CHECK_FALSE(parse_duration("90", seconds));
+  CHECK((parse_duration("1e9 s", seconds) && seconds == 1e9));
+  CHECK_FALSE(parse_duration("1e300 h", seconds));  // no clock holds it
 }
 
 TEST_CASE("text: wrapping keeps words whole and lines short") {
