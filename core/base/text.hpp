@@ -30,7 +30,7 @@ std::string to_text_any(const T& value) {
     return std::string(1, value);
   } else if constexpr (std::is_floating_point_v<T>) {
     return to_text(static_cast<double>(value));
-  } else if constexpr (std::is_enum_v<T>) {
+  } else if constexpr (std::is_enum_v<T>) {  // NOLINT(bugprone-branch-clone): enums are numbers of their own, written as signed ones are
     return to_text(static_cast<std::int64_t>(value));
   } else if constexpr (std::is_integral_v<T> && std::is_signed_v<T>) {
     return to_text(static_cast<std::int64_t>(value));
@@ -72,7 +72,7 @@ std::string human_duration(double seconds);    // "0.8 s", "42 s", "3 min 05 s",
 /// "512MiB", "4 GiB", "1e6", "100" as bytes; KiB MiB GiB TiB are powers of 1024, kB MB GB TB of 1000. False
 /// when it is neither.
 bool parse_bytes(std::string_view text, std::int64_t& bytes);
-/// "90s", "500ms", "10 min", "2h" as seconds. False when it is none.
+/// "90s", "500ms", "10 min", "2h" as seconds. False when it is none, or longer than 31 years.
 bool parse_duration(std::string_view text, double& seconds);
 
 std::vector<std::string> split(std::string_view text, char separator);

@@ -3,6 +3,7 @@
 #include "core/base/error.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <map>
 #include <unordered_map>
 #include <unordered_set>
@@ -140,7 +141,7 @@ std::string VocabularySweep::text() const {
   std::string out = format("draft vocabulary: coverage of supervised tokens, and acceptance length of drafts of {} tokens ({})\n", draft_length,
                            is_held_out ? "held-out records" : "the training records themselves: there are no held-out ones");
   out += cell("size", 10) + cell("train", 10) + cell(is_held_out ? "held out" : "same", 10) + cell("ceiling", 10);
-  for (const double rate : hit_rates) out += cell(format("hits {} %", static_cast<int64_t>(rate * 100 + 0.5)), 11);
+  for (const double rate : hit_rates) out += cell(format("hits {} %", std::lround(rate * 100)), 11);
   out += cell("bigram", 10) + "\n";
   for (const SweepRow& row : rows) {
     out += cell(std::to_string(row.size), 10) + cell(format_fixed(100 * row.train_coverage, 2) + " %", 10) + cell(format_fixed(100 * row.coverage, 2) + " %", 10) +

@@ -52,7 +52,7 @@ class ElfReader {
     return out;
   }
 
-  std::string text(std::uint64_t offset) const {
+  [[nodiscard]] std::string text(std::uint64_t offset) const {
     std::string_view tail = range(offset, 1, "its names");
     tail = bytes_.substr(offset);
     std::size_t length = tail.find('\0');
@@ -63,7 +63,7 @@ class ElfReader {
   }
 
   // Where an address of the running library lies in the file.
-  std::uint64_t offset_of(std::uint64_t address) const {
+  [[nodiscard]] std::uint64_t offset_of(std::uint64_t address) const {
     for (const Elf64_Phdr& segment : segments_) {
       if (segment.p_type == PT_LOAD && address >= segment.p_vaddr &&
           address - segment.p_vaddr < segment.p_filesz) {
@@ -129,7 +129,7 @@ class ElfReader {
   }
 
   // The table of symbols has no length of its own; the hash tables know it.
-  std::uint64_t symbol_count(std::uint64_t hash, std::uint64_t gnu_hash) const {
+  [[nodiscard]] std::uint64_t symbol_count(std::uint64_t hash, std::uint64_t gnu_hash) const {
     if (hash != 0) {
       return at<std::uint32_t>(offset_of(hash) + 4, "its hash table");
     }

@@ -100,7 +100,7 @@ void apply_backend_flag(const std::string& text, const Catalog& catalog, RawValu
   for (const std::string& name : split(text, '+')) {
     std::string kind = "checkpoint";
     if (!is_built_in(kind, name)) {
-      const PluginFile* file = catalog.find(name, {origin + " " + text, 0, 0}, problems);
+      const PluginFile* file = catalog.find(name, {format("{} {}", origin, text), 0, 0}, problems);
       if (file == nullptr) {
         continue;
       }

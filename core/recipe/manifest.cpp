@@ -168,7 +168,7 @@ std::string range_text(const Option& option) {
 // Reads a manifest and keeps count of what is wrong.
 class ManifestReader {
  public:
-  ManifestReader(Diagnostics& problems) : problems_(problems) {}
+  explicit ManifestReader(Diagnostics& problems) : problems_(problems) {}
 
   Manifest read(const TomlNode& root) {
     Manifest out;

@@ -54,7 +54,7 @@ std::vector<std::pair<std::string, std::vector<const Option*>>> by_section(
   return out;
 }
 
-std::string cell(std::string text) {
+std::string cell(const std::string& text) {
   std::string out;
   for (char c : text) {
     out += c == '|' ? std::string("\\|") : std::string(1, c);

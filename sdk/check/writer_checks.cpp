@@ -37,7 +37,7 @@ struct WriterRun {
         instance(started.plugin.instance()) {}
 };
 
-char byte_at(std::int64_t step, int file, std::size_t at) { return static_cast<char>(step * 31 + file * 7 + static_cast<std::int64_t>(at * 13 % 251)); }
+char byte_at(std::int64_t step, int file, std::size_t at) { return static_cast<char>(step * 31 + std::int64_t{file} * 7 + static_cast<std::int64_t>(at * 13 % 251)); }
 
 /// One step of `files` files in pieces of odd sizes, put in an order that mixes files and offsets. Returns the first code that is not SF_OK; leases are the caller's.
 std::int32_t write_step(WriterRun& run, const fs::path& folder, std::int64_t step, int files, std::size_t bytes, std::vector<std::unique_ptr<Lease>>& leases,

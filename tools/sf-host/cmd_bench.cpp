@@ -97,6 +97,7 @@ ExitCode summarize(const Command& command) {
 // A child for each measurement: a GPU's memory and a library's state begin anew.
 int run_child(const std::vector<std::string>& words) {
   std::vector<char*> arguments;
+  arguments.reserve(words.size() + 1);
   for (const std::string& word : words) {
     arguments.push_back(const_cast<char*>(word.c_str()));
   }
@@ -207,7 +208,7 @@ ExitCode matrix(const Command& command) {
           words.emplace_back(flag);
         }
       }
-      std::fprintf(stderr, "bench matrix: %s, repeat %lld of %lld\n", variant.name.c_str(), static_cast<long long>(repeat + 1),
+      std::fprintf(stderr, "bench matrix: %s, repeat %lld of %lld\n", variant.name.c_str(), static_cast<long long>(repeat) + 1,
                    static_cast<long long>(command.repeats));
       const int code = run_child(words);
       if (code == static_cast<int>(ExitCode::kInterrupted)) {

@@ -131,6 +131,7 @@ std::vector<std::string> own_words() {
     ::setenv(name.c_str(), value.c_str(), 1);
   }
   std::vector<char*> arguments;
+  arguments.reserve(words.size() + 1);
   for (const std::string& word : words) {
     arguments.push_back(const_cast<char*>(word.c_str()));
   }
@@ -293,7 +294,7 @@ class Launch {
     }
   }
 
-  ExitCode verdict() const {
+  [[nodiscard]] ExitCode verdict() const {
     if (!first_) {
       return interrupted_ ? ExitCode::kInterrupted : ExitCode::kOk;
     }

@@ -66,7 +66,7 @@ class WriterPool {
   void sync_files();
   void wait_for_turn(uint64_t bytes);
   void fail(const std::string& doing, const std::string& file, int number);
-  bool is_idle() const { return pieces_in_flight_ == 0 && !needs_sync_ && !is_syncing_; }
+  [[nodiscard]] bool is_idle() const { return pieces_in_flight_ == 0 && !needs_sync_ && !is_syncing_; }
   void close_files();
 
   const WriterSettings settings_;

@@ -46,6 +46,7 @@ class TensorBoard {
 
   void record(int64_t step, const std::vector<Figure>& figures) {
     std::vector<Scalar> values;
+    values.reserve(figures.size());
     for (const Figure& figure : figures) {
       values.push_back({figure.name, figure.value});
     }

@@ -52,8 +52,8 @@ class Json {
   Json(long value) : value_(static_cast<int64_t>(value)) {}       // NOLINT(google-explicit-constructor)
   Json(long long value) : value_(static_cast<int64_t>(value)) {}  // NOLINT(google-explicit-constructor)
   Json(unsigned long value);                                      // NOLINT(google-explicit-constructor)
-  Json(unsigned long long value)
-      : Json(static_cast<unsigned long>(value)) {}              // NOLINT(google-explicit-constructor)
+  Json(unsigned long long value)  // NOLINT(google-explicit-constructor)
+      : Json(static_cast<unsigned long>(value)) {}
   Json(double value) : value_(value) {}                         // NOLINT(google-explicit-constructor)
   Json(const char* value) : value_(std::string(value)) {}       // NOLINT(google-explicit-constructor)
   Json(std::string_view value) : value_(std::string(value)) {}  // NOLINT(google-explicit-constructor)

@@ -181,7 +181,7 @@ inline std::int32_t status_code(ExitCode code) {
       return SF_INVALID_ARGUMENT;
     case ExitCode::kPlugin:
       return SF_UNSUPPORTED;
-    case ExitCode::kData:
+    case ExitCode::kData:  // NOLINT(bugprone-branch-clone): in the order of the codes
       return SF_IO;
     case ExitCode::kCheckpoint:
       return SF_IO;
