@@ -71,7 +71,12 @@ struct StoreView {
 };
 
 const sf_gloo_api& open_library(const std::filesystem::path& path) {
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);  // never closed
+#ifdef __SANITIZE_ADDRESS__  // its runtime refuses RTLD_DEEPBIND; tools/check puts libgloo before LibTorch instead
+  constexpr int kOwnSymbols = 0;
+#else
+  constexpr int kOwnSymbols = RTLD_DEEPBIND;
+#endif
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | kOwnSymbols);  // never closed
   void* symbol = library == nullptr ? nullptr : dlsym(library, "sf_comm_gloo_v1");
   if (symbol == nullptr) {
     throw Error(ExitCode::kCommunication, "a CPU run of several ranks needs libsf_comm_gloo.so, and it can't be opened: " + std::string(dlerror()),
