@@ -6,8 +6,10 @@
 #include <csignal>
 #include <cstddef>
 #include <cstring>
+#include <ctime>
 
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -85,8 +87,12 @@ ChildProcess::~ChildProcess() {
 
 bool ChildProcess::write(std::string_view bytes) {
   while (!bytes.empty()) {
-    const ssize_t count = ::send(input_, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    const ssize_t count = ::send(input_, bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
     if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+      wait_for(input_, POLLOUT);
+      continue;
+    }
     if (count <= 0) return false;
     bytes.remove_prefix(static_cast<std::size_t>(count));
   }
@@ -123,11 +129,32 @@ bool ChildProcess::read_more() {
   constexpr std::size_t kPiece = 1 << 16;
   buffer_.resize(had + kPiece);
   ssize_t count = 0;
-  do {
-    count = ::read(output_, buffer_.data() + had, kPiece);
-  } while (count < 0 && errno == EINTR);
+  try {
+    do {
+      wait_for(output_, POLLIN);
+      count = ::read(output_, buffer_.data() + had, kPiece);
+    } while (count < 0 && errno == EINTR);
+  } catch (...) {
+    buffer_.resize(had);
+    throw;
+  }
   buffer_.resize(had + static_cast<std::size_t>(count > 0 ? count : 0));
   return count > 0;
+}
+
+void ChildProcess::wait_for(int descriptor, short events) const {
+  constexpr int kMilliseconds = 100;
+  pollfd one{.fd = descriptor, .events = events, .revents = 0};
+  while (::poll(&one, 1, kMilliseconds) <= 0) {
+    if (watch_) watch_();
+  }
+}
+
+double ChildProcess::processor_seconds() const {
+  clockid_t clock = 0;
+  timespec time{};
+  if (id_ <= 0 || ::clock_getcpuclockid(id_, &clock) != 0 || ::clock_gettime(clock, &time) != 0) return 0;
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
 std::string ChildProcess::how_it_ended() {

@@ -6,9 +6,11 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <sys/types.h>
@@ -31,17 +33,23 @@ class ChildProcess {
   [[nodiscard]] bool read_line(std::string& line);
   /// The next bytes, as many as fit. False when the program has ended before.
   [[nodiscard]] bool read_bytes(std::span<std::byte> bytes);
+  /// Called about ten times a second while one of the three above waits. What it throws comes out of them; the program is then of no more use.
+  void set_watch(std::function<void()> watch) { watch_ = std::move(watch); }
+  /// Of processor time that it has used so far, by all its threads; 0 when it has ended.
+  [[nodiscard]] double processor_seconds() const;
   /// Waits for its end and says how it came: "exit code 127", "signal 9 (Killed)".
   [[nodiscard]] std::string how_it_ended();
   [[nodiscard]] pid_t id() const { return id_; }
 
  private:
   bool read_more();
+  void wait_for(int descriptor, short events) const;
 
   pid_t id_ = -1;
   int input_ = -1, output_ = -1;
   std::string buffer_;
   std::size_t begin_ = 0;  // of what was not handed out yet
+  std::function<void()> watch_;
 };
 
 }  // namespace sf

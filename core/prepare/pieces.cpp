@@ -39,7 +39,17 @@ void refuse_packed(const fs::path& path, std::string_view text) {
 
 }  // namespace
 
-std::vector<InputFile> open_inputs(const fs::path& path) {
+std::string sha256_of(const MappedFile& file, const StopRequest& stop) {
+  constexpr std::size_t kAtOnce = std::size_t{32} << 20;
+  Sha256 sha;
+  for (std::string_view rest = file.text(); !rest.empty(); rest.remove_prefix(std::min(rest.size(), kAtOnce))) {
+    throw_if_stopped(stop);
+    sha.add(rest.substr(0, kAtOnce));
+  }
+  return sha.hex();
+}
+
+std::vector<InputFile> open_inputs(const fs::path& path, const StopRequest& stop) {
   std::vector<fs::path> paths;
   std::error_code ignored;
   if (fs::is_directory(path, ignored)) {
@@ -59,7 +69,7 @@ std::vector<InputFile> open_inputs(const fs::path& path) {
     MappedFile file(one);
     refuse_packed(one, file.text());
     bytes += trim(file.text()).size();
-    std::string sum = sha256(file.bytes());
+    std::string sum = sha256_of(file, stop);
     inputs.push_back({std::move(one), std::move(file), std::move(sum)});
   }
   if (bytes == 0) throw Error(ExitCode::kData, format("{} is empty", path), "one JSON object a line is expected: {\"messages\": [...]}");

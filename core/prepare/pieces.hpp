@@ -10,6 +10,7 @@
 
 #include "core/base/file.hpp"
 #include "core/prepare/records.hpp"
+#include "core/prepare/stop.hpp"
 
 namespace sf {
 
@@ -20,7 +21,10 @@ struct InputFile {
 };
 
 /// The file, or a folder's *.jsonl by name. Throws Error(data) when there is none or nothing in it.
-[[nodiscard]] std::vector<InputFile> open_inputs(const std::filesystem::path& path);
+[[nodiscard]] std::vector<InputFile> open_inputs(const std::filesystem::path& path, const StopRequest& stop = {});
+
+/// SHA-256 of a file that may take a while.
+[[nodiscard]] std::string sha256_of(const MappedFile& file, const StopRequest& stop);
 
 /// Whole lines of one input file.
 struct Piece {

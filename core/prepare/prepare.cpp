@@ -43,12 +43,23 @@ struct Shared {
   std::vector<std::optional<RowCounts>> counts;
   std::atomic<std::size_t> next = 0;
   std::atomic<int64_t> bytes_done = 0, rows_done = 0, skipped = 0;
-  std::atomic<bool> stop = false;
+  std::atomic<bool>& stop;
   std::mutex mutex;
   std::condition_variable changed;
   std::size_t running = 0;
   std::exception_ptr failure;
 };
+
+std::vector<TextRow> rows_of(TextWorker& worker, const std::vector<std::string_view>& lines, const std::string& file, const std::vector<int64_t>& numbers) {
+  try {
+    return worker.rows(lines);
+  } catch (const SlowLine& slow) {
+    throw Error(ExitCode::kData, format("{}:{}: the chat template is still at work on this conversation ({} bytes) after {} s of a processor; a thousandth of that is usual", file,
+                                        numbers[slow.index], lines[slow.index].size(), slow.seconds),
+                "it loops without an end, or nearly so, over what this line says: mend the template, name another one with data.chat_template_path, or take the line out; "
+                "SF_TEXT_SECONDS=N allows N s");
+  }
+}
 
 // One piece. False when it was stopped in between.
 bool do_piece(Shared& shared, TextWorker& worker, std::size_t number) {
@@ -75,7 +86,7 @@ bool do_piece(Shared& shared, TextWorker& worker, std::size_t number) {
       ++line_number;
     }
     const int64_t skipped_before = counts.skipped_rows();
-    const std::vector<TextRow> rows = worker.rows(lines);
+    const std::vector<TextRow> rows = rows_of(worker, lines, name, numbers);
     for (std::size_t i = 0; i < rows.size(); ++i) {
       ++counts.rows;
       const std::string place = format("{}:{}", name, numbers[i]);
@@ -110,6 +121,7 @@ void work(Shared& shared, std::unique_ptr<TextWorker> worker) {
       if (worker == nullptr) worker = std::make_unique<TextWorker>(shared.request.text);
       if (!do_piece(shared, *worker, number)) break;
     }
+  } catch (const Stopped&) {  // the user, or another worker's failure
   } catch (...) {
     const std::lock_guard lock(shared.mutex);
     if (!shared.failure) shared.failure = std::current_exception();
@@ -212,7 +224,7 @@ struct Earlier {
   bool is_whole = true;
 };
 
-std::optional<Earlier> earlier_call(const fs::path& output) {
+std::optional<Earlier> earlier_call(const fs::path& output, const StopRequest& stop) {
   std::error_code ignored;
   if (!fs::is_regular_file(report_path(output), ignored)) return std::nullopt;
   try {
@@ -220,7 +232,7 @@ std::optional<Earlier> earlier_call(const fs::path& output) {
     const auto find = [&](const Json& files, bool counts) {
       for (const Json& file : files.items()) {
         const fs::path path = file.at("path").as_string();
-        const bool is_there = fs::is_regular_file(path, ignored) && sha256_file(path) == file.at("sha256").as_string();
+        const bool is_there = fs::is_regular_file(path, ignored) && sha256_of(MappedFile(path), stop) == file.at("sha256").as_string();
         if (is_there) earlier.files.push_back(path);
         if (counts) earlier.is_whole = earlier.is_whole && is_there;
       }
@@ -287,17 +299,13 @@ void check_counts(const PrepareRequest& request, const RowCounts& counts) {
   }
 }
 
-}  // namespace
-
-fs::path report_path(const fs::path& output) {
-  return output.string() + ".report.json";
-}
-
-PrepareResult prepare(const PrepareRequest& asked) {
+// All of it; throws Stopped.
+void prepare_into(PrepareResult& result, const PrepareRequest& asked) {
   const Clock::time_point started = Clock::now();
-  PrepareResult result;
   PrepareRequest request = asked;
-  const std::vector<InputFile> inputs = open_inputs(request.input);
+  std::atomic<bool> stop = false;
+  request.text.stop_requested = [&stop, &asked] { return stop || (asked.stop_requested && asked.stop_requested()); };
+  const std::vector<InputFile> inputs = open_inputs(request.input, request.stop_requested);
   request.text.input_bytes = std::accumulate(inputs.begin(), inputs.end(), int64_t{0}, [](int64_t sum, const InputFile& input) { return sum + static_cast<int64_t>(input.bytes.size()); });
   auto worker = std::make_unique<TextWorker>(request.text);
   const Json facts = worker->facts();
@@ -325,13 +333,13 @@ PrepareResult prepare(const PrepareRequest& asked) {
   wanted.set("inputs", std::move(sums));
   const std::string fingerprint = sha256(wanted.dump());
 
-  const std::optional<Earlier> earlier = earlier_call(request.output);
+  const std::optional<Earlier> earlier = earlier_call(request.output, request.stop_requested);
   const Json* known = earlier && earlier->is_whole ? earlier->report.find("fingerprint") : nullptr;
   if (known != nullptr && known->as_string() == fingerprint) {
     result.report = earlier->report;
     result.was_finished = true;
     log_info("prepare ({}): {} is there and whole, nothing to do", request.name, request.output);
-    return result;
+    return;
   }
   check_not_in_the_way(request, earlier);
 
@@ -344,10 +352,11 @@ PrepareResult prepare(const PrepareRequest& asked) {
   const FolderLock lock(place, ExitCode::kData, "another prepare is at work here", "wait for it, or end it; then run this again");
   const std::vector<Piece> pieces = cut_into_pieces(inputs);
   const PieceFolder folder(place, rules_fingerprint);
-  Shared shared{.request = request, .inputs = inputs, .pieces = pieces, .folder = folder, .counts = {}, .mutex = {}, .changed = {}, .failure = {}};
+  Shared shared{.request = request, .inputs = inputs, .pieces = pieces, .folder = folder, .counts = {}, .stop = stop, .mutex = {}, .changed = {}, .failure = {}};
   int64_t bytes_left = 0;
   std::size_t taken_over = 0;
   for (std::size_t i = 0; i < pieces.size(); ++i) {
+    throw_if_stopped(request.stop_requested);
     shared.counts.push_back(folder.find(i, pieces[i]));
     taken_over += shared.counts.back() ? 1 : 0;
     bytes_left += shared.counts.back() ? 0 : static_cast<int64_t>(pieces[i].text.size());
@@ -355,12 +364,7 @@ PrepareResult prepare(const PrepareRequest& asked) {
   if (taken_over > 0) log_info("prepare ({}): goes on, {} of {} pieces are done", request.name, taken_over, pieces.size());
   run_workers(shared, std::move(worker), bytes_left);
   result.bytes_read = shared.bytes_done;
-  if (std::any_of(shared.counts.begin(), shared.counts.end(), [](const auto& counts) { return !counts; })) {
-    result.interrupted = true;
-    result.seconds = seconds_since(started);
-    log_info("prepare ({}): stopped; run it again to go on", request.name);
-    return result;
-  }
+  if (std::any_of(shared.counts.begin(), shared.counts.end(), [](const auto& counts) { return !counts; })) throw Stopped();
 
   RowCounts counts;
   for (const std::optional<RowCounts>& one : shared.counts) counts.add(*one);
@@ -369,6 +373,7 @@ PrepareResult prepare(const PrepareRequest& asked) {
   std::optional<Output> held_out;
   if (!request.held_out_output.empty()) held_out.emplace(request.held_out_output);
   for (std::size_t i = 0; i < pieces.size(); ++i) {
+    throw_if_stopped(request.stop_requested);
     const MappedFile file(folder.records_path(i));
     for (std::string_view rest = file.text(); !rest.empty();) {
       const StoredRecord record = take_stored(rest);
@@ -412,6 +417,24 @@ PrepareResult prepare(const PrepareRequest& asked) {
   if (held_out) held_out->take_name();
   if (earlier) atomic_write(report_path(request.output), result.report.dump(2) + "\n");
   folder.remove();
+}
+
+}  // namespace
+
+fs::path report_path(const fs::path& output) {
+  return output.string() + ".report.json";
+}
+
+PrepareResult prepare(const PrepareRequest& asked) {
+  const Clock::time_point started = Clock::now();
+  PrepareResult result;
+  try {
+    prepare_into(result, asked);
+  } catch (const Stopped&) {
+    result.interrupted = true;
+    log_info("prepare ({}): stopped; run it again to go on", asked.name);
+  }
+  result.seconds = seconds_since(started);
   return result;
 }
 

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,7 +27,7 @@ struct PrepareRequest {
   MaskOptions mask;
   int64_t vocab_size = 0;                   // of the target; the tokenizer must stay below; 0: not checked
   int64_t workers = 0;                      // processes; 0: one for each processor
-  std::function<bool()> stop_requested;     // asked between batches
+  StopRequest stop_requested;               // ends it within a fraction of a second, whatever is going on
 };
 
 struct PrepareResult {
@@ -39,8 +38,8 @@ struct PrepareResult {
   double seconds = 0;
 };
 
-/// Throws Error(data): input missing or empty, no Python, tokenizer or template not usable or of another model, too many rows skipped, none
-/// supervised, output in the way, disk full. Then no output is there that was not there before.
+/// Throws Error(data): input missing or empty, no Python, tokenizer or template not usable or of another model, a conversation whose rendering does not end,
+/// too many rows skipped, none supervised, output in the way, disk full. Then no output is there that was not there before.
 [[nodiscard]] PrepareResult prepare(const PrepareRequest& request);
 
 /// Where the report of a token file lies.

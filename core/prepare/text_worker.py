@@ -3,7 +3,8 @@
 
 sf-host starts one such process for each worker, writes requests to its standard input, reads answers from its standard output and
 kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
-"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "input_bytes": 0}; the first one out is {"ready": {...}} or {"error", "fix"}. Then
+"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "input_bytes": 0};
+the first one out is {"reading": "the chat template"}, when the tokenizer has been read, and then {"ready": {...}}; or {"error", "fix"}. Then
 
     {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids": COUNT, ...} or {"skip": REASON, "why"}, each with COUNT
                                                                       32-bit integers behind it, little end first: most of what is said
@@ -11,13 +12,14 @@ kills it when it ends. Every line is JSON. The first one in says {"target": FOLD
 
 The rendering is the model's own chat template, called as Hugging Face's apply_chat_template calls it. Nobody's header strings are
 matched: where an answer begins and ends is found by rendering (see Renderer.places). Errors of a record are its skip reason and never
-end the process.
+end the process. A template that does not end is sf-host's to notice: it looks at the processor time of this process.
 """
 import array
 import datetime
 import gc
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import random
@@ -35,13 +37,14 @@ MARK = re.compile("[\U000F0000-\U0010FFFD]")
 SPLIT = re.compile("([\U000F0000-\U0010FFFD])")
 
 WORD_COUNT = 200000  # whose tokens tokenizers remembers; its own 10000 are soon full
+PIECE_COUNT = 1000000  # that a template may write for one conversation: a turn is some ten
 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
          "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
          "ipython": "tool"}
+OWN_VALUES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))  # of a template: what a record says, or prepare
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-OWN_VALUES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))  # of a template: what a record says, or prepare
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": {"what": "tide"}}}
 PROBE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks something up.", "parameters": {
     "type": "object", "properties": {"what": {"type": "string", "description": "what to look up"}}, "required": ["what"]}}}
@@ -328,7 +331,11 @@ class Renderer:
     def render(self, messages, tools=None, options=None, ask=False) -> str:
         """The template's own text, with marks where it has them ({% generation %}) or the messages do."""
         values = {**self.special_tokens, **self.options, **(options or {})}
-        return self.template.render(messages=messages, tools=tools, documents=None, add_generation_prompt=ask, **values)
+        pieces = self.template.generate(messages=messages, tools=tools, documents=None, add_generation_prompt=ask, **values)
+        text = "".join(itertools.islice(pieces, PIECE_COUNT))
+        if next(pieces, None) is not None:
+            raise ValueError(f"it writes more than {PIECE_COUNT} pieces of text for one conversation: a loop without an end?")
+        return text
 
     def text(self, messages, tools=None, options=None, ask=False) -> str:
         """What apply_chat_template(tokenize=False) returns."""
@@ -822,7 +829,7 @@ def template_sources(folder: Path, config: dict) -> dict:
 class TextWorker:
     """Tokenizer and templates of a target folder."""
 
-    def __init__(self, settings: dict):
+    def __init__(self, settings: dict, tell=lambda what: None):
         from tokenizers import Tokenizer
         folder = Path(settings["target"])
         self.max_length = settings.get("max_length") or 0
@@ -877,6 +884,7 @@ class TextWorker:
         if not sources and not self.whole_texts:
             raise Fault(f"{folder} has no chat template (tokenizer_config.json, chat_template.jinja)",
                         "name one with data.chat_template_path; for texts without turns set data.text_supervision = \"all\"")
+        tell("the chat template")
         self.templates = {name: Renderer(source, special_tokens, specials, ends, settings.get("template_options"), settings.get("date") or "")
                           for name, source in sources.items()}
         self.template = self.templates.get("default") or next(iter(self.templates.values()), None)
@@ -1074,7 +1082,7 @@ def main() -> int:
              "fix": "run tools/setup, or pip install tokenizers jinja2 for this python3; or bring token records (JSONL with input_ids and loss_mask), which need no Python"})
         return 1
     try:
-        worker = TextWorker(settings)
+        worker = TextWorker(settings, lambda what: say({"reading": what}))
     except Fault as fault:
         say({"error": str(fault), "fix": fault.fix})
         return 1

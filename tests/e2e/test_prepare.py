@@ -277,6 +277,55 @@ class Prepare(unittest.TestCase):
             self.assertIn(part, done.stderr)
             self.assertTrue(self.nothing_written())
 
+    ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+    def endless(self, when=None):
+        """The target's template loops for ever: over everything, or over conversations with `when` in them."""
+        own = json.loads((self.place / "target/tokenizer_config.json").read_text())["chat_template"]
+        loop = self.ENDLESS if when is None else "{% if '" + when + "' in messages[0].content %}" + self.ENDLESS + "{% endif %}"
+        (self.place / "target/chat_template.jinja").write_text(loop + own)
+
+    def test_a_template_that_does_not_end_is_an_error_that_names_the_conversation(self):
+        draw = random.Random(9)
+        rows = [chat(words(draw, 4), words(draw, 6)) for _ in range(90)]
+        rows[80] = chat("round and round", "it goes")
+        self.write([b"", *rows])
+        short = {**os.environ, "SF_TEXT_SECONDS": "1"}
+        self.endless("round and round")
+        done = self.host(env=short)
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("chat.jsonl:82: the chat template is still at work on this conversation", done.stderr)
+        self.assertIn("data.chat_template_path", done.stderr.split("fix:")[1])
+        self.assertFalse(list(self.place.glob("tokens/*.jsonl*.json")) + list(self.place.glob("tokens/*.partial")) + list(self.place.glob("tokens/*.jsonl")))
+        (self.place / "target/chat_template.jinja").write_text("{% set x = 7 ** (10 ** 9) %}{{ messages[0].content }}")  # not one that Python can be interrupted in
+        done = self.host(env=short)
+        self.assertEqual(done.returncode, 4, done.stderr)
+        self.assertIn("the chat template is still at work on a conversation of few words", done.stderr)
+        self.assertEqual(self.host(env={**os.environ, "SF_TEXT_SECONDS": "-1"}).returncode, 2)
+        self.use("chatml")
+        self.assertEqual(self.report()["train"]["records"], 90)
+
+    def test_the_first_signal_ends_prepare_whatever_the_template_does(self):
+        draw = random.Random(10)
+        self.write([chat(words(draw, 4), words(draw, 6)) for _ in range(20)] + [chat("round and round", "it goes")])
+        for when in (None, "round and round"):
+            for stop in (signal.SIGINT, signal.SIGTERM):
+                with self.subTest(when=when, stop=stop):
+                    self.use("chatml")
+                    self.endless(when)
+                    run = subprocess.Popen([HOST, "prepare", self.place / "recipe.toml"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+                    time.sleep(3)
+                    self.assertIsNone(run.poll())
+                    run.send_signal(stop)
+                    begun = time.time()
+                    said = run.communicate(timeout=20)[1]
+                    self.assertLess(time.time() - begun, 5)
+                    self.assertEqual(run.returncode, 130, said)
+                    self.assertIn("stopped; run it again to go on", said)
+                    self.assertFalse(list(self.place.glob("tokens/*.jsonl*.json")) + list(self.place.glob("tokens/*.partial")) + list(self.place.glob("tokens/*.jsonl")))
+        self.use("chatml")
+        self.assertEqual(self.report()["train"]["records"], 21)
+
     def test_what_would_help_is_named_by_what_most_rows_lack(self):
         for rows, part in [([json.dumps(chat("a é", "c d"), ensure_ascii=False).encode("latin-1")] * 2, "iconv"), ([b"[", b"]"], "jq -c"), ([chat("a " * 300, "c d")], "raise data.max_length"),
                            ([{"prompt": "x"}], "needs messages, conversations or text")]:

@@ -385,7 +385,7 @@ class Fast(unittest.TestCase):
             environment = {**{key: value for key, value in os.environ.items() if key != "SF_FAST_TOKENIZER"}, "PYTHONPATH": str(Path(text_worker.__file__).parent),
                            "PYTHONDONTWRITEBYTECODE": "1", **({"SF_FAST_TOKENIZER": wanted} if wanted else {})}
             done = subprocess.run([sys.executable, "-c", script], input=settings + asked, capture_output=True, env=environment, timeout=120)
-            ready, rest = done.stdout.split(b"\n", 1)
+            _, ready, rest = done.stdout.split(b"\n", 2)
             return done.returncode, json.loads(ready)["ready"]["encoder"], rest
 
         border = text_worker.FAST_FROM * text_worker.TextWorker({"target": str(self.place / "chatml"), "input_bytes": 0}).facts["tokens"]
@@ -492,6 +492,17 @@ class Records(unittest.TestCase):
         self.assertEqual(cut["notes"], ["cut-where-roles-break"])
         self.assertEqual(cut["ids"], self.row({"messages": [ask, say]})["ids"])
         self.assertEqual(self.row({"messages": [ask, {**say, "reasoning_content": "hm"}]})["notes"], ["reasoning-not-in-template"])
+
+    def test_a_template_that_writes_without_an_end_is_a_reason_to_skip(self):
+        folder = self.place / "endless"
+        shutil.copytree(self.place / "chatml", folder)
+        own = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+        (folder / "chat_template.jinja").write_text("{% if 'on and on' in messages[0].content %}{% for i in range(9999) %}{% for j in range(9999) %}{{ i }}{% endfor %}{% endfor %}{% endif %}" + own)
+        worker = text_worker.TextWorker({"target": str(folder)})
+        rows = families.rows(worker, [json.dumps({"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}).encode() for text in ("a", "on and on")])
+        self.assertEqual([row.get("skip") for row in rows], [None, "template"])
+        self.assertIn("a loop without an end?", rows[1]["why"])
+        self.assertEqual(rows[0]["ids"], self.row({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "x"}]})["ids"])
 
     def test_a_prompt_ends_where_the_answer_begins(self):
         worker = text_worker.TextWorker({"target": str(self.place / "chatml"), "prompts": True})

@@ -4,10 +4,13 @@
 #include <chrono>
 #include <csignal>
 #include <cstdlib>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <string_view>
 #include <thread>
+#include <vector>
 
 #include "core/base/error.hpp"
 #include "core/prepare/text_worker.hpp"
@@ -92,6 +95,74 @@ TEST_CASE("child process: how it ended is told") {
   ChildProcess killed({"sh", "-c", "kill -9 $$"}, {});
   CHECK_FALSE(killed.read_line(line));
   CHECK(killed.how_it_ended().starts_with("signal 9"));
+}
+
+TEST_CASE("child process: while it is waited for, the watch is asked, and what it throws comes out; processor time is told") {
+  ChildProcess busy({"sh", "-c", "while :; do :; done"}, {});
+  int asked = 0;
+  busy.set_watch([&] {
+    ++asked;
+    if (busy.processor_seconds() > 0.3) throw Stopped();
+  });
+  std::string line;
+  CHECK_THROWS_AS((void)busy.read_line(line), Stopped);
+  CHECK(asked > 1);
+  // One that reads nothing: no write waits for it for ever.
+  ChildProcess deaf({"sleep", "60"}, {});
+  deaf.set_watch([] { throw Stopped(); });
+  CHECK_THROWS_AS((void)deaf.write(std::string(8 << 20, 'x')), Stopped);
+  CHECK(deaf.processor_seconds() < 1);
+  (void)deaf.id();
+}
+
+namespace {
+
+// A worker of few words: a line that says "forever" is never answered.
+const char* const kStubborn = R"(import json, os, sys
+say = lambda one: (sys.stdout.write(json.dumps(one) + "\n"), sys.stdout.flush())
+first = json.loads(sys.stdin.readline())
+say({"reading": "the chat template"})
+while first["template_path"] == "forever": pass
+say({"ready": {}})
+while True:
+    count = json.loads(sys.stdin.readline())["count"]
+    lines = [sys.stdin.readline().strip() for _ in range(count)]
+    for line in lines:
+        while line == "forever": pass
+        if line == "long":
+            for i in range(4000000): pass
+        say({"skip": line, "why": ""})
+)";
+
+}  // namespace
+
+TEST_CASE("text worker: a line that is never answered is found among its neighbours, and a template that does not end is no template") {
+  const Script stubborn(kStubborn);
+  TextWorkerSettings settings{.script = stubborn.path, .target = "/nowhere", .seconds = 0.4};
+  const auto index_of = [&](const std::vector<std::string_view>& lines) -> int64_t {
+    try {
+      (void)TextWorker(settings).rows(lines);
+    } catch (const SlowLine& slow) {
+      return static_cast<int64_t>(slow.index);
+    }
+    return -1;
+  };
+  CHECK(index_of({"one", "two", "forever", "four"}) == 2);
+  CHECK(index_of({"forever"}) == 0);
+  // Many that take their time together are no fault of any.
+  const std::vector<TextRow> rows = TextWorker(settings).rows({"long", "one", "long", "long", "long", "long", "long", "long", "two"});
+  REQUIRE(rows.size() == 9);
+  CHECK(rows[1].said.at("skip").as_string() == "one");
+  CHECK(rows[8].said.at("skip").as_string() == "two");
+
+  settings.template_path = "forever";
+  CHECK_THROWS_WITH_AS((void)TextWorker(settings), doctest::Contains("the chat template is still at work on a conversation of few words after 0.4 s"), Error);
+  settings.seconds = 1000;
+  int asked = 0;
+  settings.stop_requested = [&] { return ++asked > 2; };
+  CHECK_THROWS_AS((void)TextWorker(settings), Stopped);
+  const Variable wrong("SF_TEXT_SECONDS", "soon");
+  CHECK_THROWS_WITH_AS((void)TextWorker({.script = stubborn.path}), doctest::Contains("SF_TEXT_SECONDS is \"soon\""), Error);
 }
 
 TEST_CASE("text worker: no Python, no packages and a worker that dies are told with what to do") {

@@ -143,7 +143,7 @@ VocabularySweep sweep_of(const Plan& plan, const TokenFile& train, const TokenFi
 // The texts of the shown tokens; what keeps them from being had is told, and the ids are shown instead.
 void add_texts(const Plan& plan, std::vector<PageContent>& parts) {
   try {
-    TextWorker worker({.script = library_folder() / "text_worker.py", .target = plan.get<fs::path>("model.target_model_path"), .whole_texts = true});
+    TextWorker worker({.script = library_folder() / "text_worker.py", .target = plan.get<fs::path>("model.target_model_path"), .whole_texts = true, .stop_requested = is_stop_requested});
     for (PageContent& part : parts) {
       std::vector<std::vector<std::int64_t>> ids;
       for (const ShownRecord& record : part.records) {
@@ -154,6 +154,8 @@ void add_texts(const Plan& plan, std::vector<PageContent>& parts) {
         part.records[i].texts = std::move(texts.at(i));
       }
     }
+  } catch (const Stopped&) {
+    throw;
   } catch (const Error& error) {
     log_warn("tokens are shown as numbers: {} ({})", error.what(), error.hint());
   }
