@@ -76,7 +76,9 @@ void TextWorker::start() {
   Json packages = Json::array();
   const std::string folder = variable("SF_PYTHON_DIR", SF_PYTHON_DIR);
   if (std::error_code ignored; !folder.empty() && std::filesystem::is_directory(folder, ignored)) packages.push_back(folder);
-  first.set("packages", std::move(packages));
+  Json own = Json::array();
+  for (const std::string_view name : kOwnTemplateValues) own.push_back(std::string(name));
+  first.set("packages", std::move(packages)).set("own_values", std::move(own));
   if (!process_->write(first.dump() + "\n")) fail();
   Json reply = answer();
   if (reply.find("reading") != nullptr) {  // the chat template, tried with small conversations; a large tokenizer has been read and may have taken its time

@@ -18,6 +18,9 @@
 
 namespace sf {
 
+/// Of a chat template's values: what a record says, or prepare, and no option may.
+inline constexpr std::string_view kOwnTemplateValues[] = {"messages", "tools", "documents", "add_generation_prompt"};
+
 struct TextWorkerSettings {
   std::filesystem::path script;         // text_worker.py
   std::filesystem::path target;         // folder with the tokenizer's files

@@ -3,7 +3,7 @@
 
 sf-host starts one such process for each worker, writes requests to its standard input, reads answers from its standard output and
 kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
-"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "input_bytes": 0};
+"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "input_bytes": 0, "own_values": []};
 the first one out is {"reading": "the chat template"}, when the tokenizer has been read, and then {"ready": {...}}; or {"error", "fix"}. Then
 
     {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids": COUNT, ...} or {"skip": REASON, "why"}, each with COUNT
@@ -42,7 +42,6 @@ PIECE_COUNT = 1000000  # that a template may write for one conversation: a turn 
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant",
          "bot": "assistant", "system": "system", "developer": "developer", "tool": "tool", "function": "tool", "observation": "tool",
          "ipython": "tool"}
-OWN_VALUES = frozenset(("messages", "tools", "documents", "add_generation_prompt"))  # of a template: what a record says, or prepare
 REASONING = ("reasoning_content", "reasoning", "thinking")
 SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "look_up", "arguments": {"what": "tide"}}}
@@ -836,6 +835,7 @@ class TextWorker:
         self.ignored = [text for text in settings.get("ignored") or [] if text]
         self.whole_texts = settings.get("text_supervision") == "all"
         self.prompts = bool(settings.get("prompts"))
+        self.own_values = frozenset(settings.get("own_values", ()))  # of a template: what a record says, or prepare
         try:
             datetime.datetime.strptime(settings.get("date") or "2026-01-31", "%Y-%m-%d")
         except ValueError:
@@ -967,8 +967,8 @@ class TextWorker:
         options = record.get("chat_template_kwargs")
         if options is not None and not isinstance(options, dict):
             raise Skip("bad-options", f"chat_template_kwargs is {type(options).__name__}, an object expected")
-        if options and not OWN_VALUES.isdisjoint(options):
-            raise Skip("bad-options", f"chat_template_kwargs sets {', '.join(sorted(OWN_VALUES.intersection(options)))}, which is prepare's to say")
+        if options and not self.own_values.isdisjoint(options):
+            raise Skip("bad-options", f"chat_template_kwargs sets {', '.join(sorted(self.own_values.intersection(options)))}, which is prepare's to say")
         try:
             if self.prompts:
                 return template.text(messages, tools or None, options, ask=True), [], [], notes

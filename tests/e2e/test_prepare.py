@@ -326,6 +326,11 @@ class Prepare(unittest.TestCase):
         self.use("chatml")
         self.assertEqual(self.report()["train"]["records"], 21)
 
+    def test_a_record_may_not_set_what_prepare_says_to_the_template(self):
+        self.write([chat("a b c", "d e f"), *(chat("g h", "i j", chat_template_kwargs={name: True}) for name in ("tools", "documents"))])
+        report = self.report("--set", "data.max_skipped_share=1")["train"]
+        self.assertEqual(report["skipped"], {"bad-options": 2})
+
     def test_what_would_help_is_named_by_what_most_rows_lack(self):
         for rows, part in [([json.dumps(chat("a é", "c d"), ensure_ascii=False).encode("latin-1")] * 2, "iconv"), ([b"[", b"]"], "jq -c"), ([chat("a " * 300, "c d")], "raise data.max_length"),
                            ([{"prompt": "x"}], "needs messages, conversations or text")]:

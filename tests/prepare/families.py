@@ -87,7 +87,7 @@ def workers(out: Path):
     """(name, TextWorker) of each family; the tokenizer is read once."""
     import text_worker
     write_folders(out)
-    first = text_worker.TextWorker({"target": str(out / next(iter(FAMILIES))), "date": DATE})
+    first = text_worker.TextWorker({"target": str(out / next(iter(FAMILIES))), "date": DATE, "own_values": ["messages", "tools", "add_generation_prompt"]})
     specials = {token.content for token in first.tokenizer.get_added_tokens_decoder().values() if token.special}
     for name in FAMILIES:
         config = json.loads((out / name / "tokenizer_config.json").read_text())

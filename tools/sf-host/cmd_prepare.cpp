@@ -37,7 +37,7 @@ Json template_options(const std::vector<std::string>& settings) {
       throw Error(ExitCode::kUsage, format("data.chat_template_options has \"{}\", NAME=VALUE expected", setting), "for example \"enable_thinking=false\"");
     }
     const std::string name = setting.substr(0, equals), value = setting.substr(equals + 1);
-    if (options.find(name) != nullptr || name == "messages" || name == "tools" || name == "documents" || name == "add_generation_prompt") {
+    if (options.find(name) != nullptr || std::ranges::find(kOwnTemplateValues, name) != std::ranges::end(kOwnTemplateValues)) {
       throw Error(ExitCode::kUsage, format("data.chat_template_options sets {}, {}", name, options.find(name) != nullptr ? "twice" : "which comes from the records"), "leave one out");
     }
     try {
