@@ -99,7 +99,7 @@ bool do_piece(Shared& shared, TextWorker& worker, std::size_t number) {
       ++counts.records;
       counts.cut += record->is_cut ? 1 : 0;
       if (const Json* notes = rows[i].said.find("notes")) {
-        for (const Json& note : notes->items()) ++counts.notes[note.as_string()];
+        for (const Json& note : notes->items()) counts.note(note.as_string(), place);
       }
       append_stored(records, *record, record_line(*record, rows[i].said, place));
     }
@@ -275,6 +275,7 @@ std::string what_helps(const RowCounts& counts) {
       {"cut-before-answer", "raise data.max_length"},
       {"too-long", "raise data.max_length"},
       {"duplicate", "data.deduplicate = false keeps them"},
+      {"special-token-text", "data.special_token_text = \"keep\" keeps them, or write such texts otherwise"},
       {"no-answer", "an answer (role assistant, gpt) is what a draft learns; prompts alone are for data.prompts_conversations_path"}};
   const auto most = std::max_element(counts.skipped.begin(), counts.skipped.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
   for (const auto& [reason, help] : kHelp) {

@@ -42,6 +42,14 @@ void append_numbers(std::string& out, const auto& numbers) {
   out += ']';
 }
 
+std::string examples_of(const RowCounts& counts, const std::string& reason) {
+  std::string out;
+  if (const auto seen = counts.examples.find(reason); seen != counts.examples.end()) {
+    for (const std::string& text : seen->second) out += format("\n    {}", text);
+  }
+  return out;
+}
+
 }  // namespace
 
 Json MaskOptions::to_json() const {
@@ -133,6 +141,15 @@ void RowCounts::skip(const SkippedRow& row, const std::string& place) {
   if (seen.size() < kExamples) seen.push_back(format("{}: {}", place, row.why));
 }
 
+void RowCounts::note(const std::string& note, const std::string& place) {
+  const std::size_t colon = note.find(": ");
+  const std::string name = note.substr(0, colon);
+  ++notes[name];
+  if (colon == std::string::npos) return;
+  std::vector<std::string>& seen = examples[name];
+  if (seen.size() < kExamples) seen.push_back(format("{}{}", place, note.substr(colon)));
+}
+
 void RowCounts::add(const RowCounts& other) {
   rows += other.rows;
   records += other.records;
@@ -178,11 +195,16 @@ RowCounts RowCounts::from_json(const Json& json) {
 
 std::string RowCounts::table() const {
   std::string out;
-  for (const auto& [reason, count] : skipped) {
-    out += format("\n  {} {}", count, reason);
-    const auto seen = examples.find(reason);
-    if (seen != examples.end()) {
-      for (const std::string& text : seen->second) out += format("\n    {}", text);
+  for (const auto& [reason, count] : skipped) out += format("\n  {} {}{}", count, reason, examples_of(*this, reason));
+  return out;
+}
+
+std::string RowCounts::notes_table() const {
+  std::string out;
+  for (const auto& [note, count] : notes) {
+    out += format("\n  {} kept with the note {}{}", count, note, examples_of(*this, note));
+    if (note == "special-token-text") {
+      out += "\n    it has become that token, as transformers makes it, and the model takes it for one; data.special_token_text = \"skip\" leaves such rows out";
     }
   }
   return out;

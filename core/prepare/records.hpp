@@ -61,10 +61,12 @@ struct RowCounts {
 
   int64_t rows = 0, records = 0, cut = 0;
   std::map<std::string, int64_t> skipped;                    // by reason
-  std::map<std::string, std::vector<std::string>> examples;  // "chat.jsonl:17: message 0 has the role 'x'", the first few of each reason
+  std::map<std::string, std::vector<std::string>> examples;  // "chat.jsonl:17: message 0 has the role 'x'", the first few of each reason, and of some notes
   std::map<std::string, int64_t> notes;                      // rows that were mended or lost a part
 
   void skip(const SkippedRow& row, const std::string& place);
+  /// As the text worker says it: "NAME", or "NAME: WHY", of which the first few are kept as examples.
+  void note(const std::string& note, const std::string& place);
   void add(const RowCounts& other);
   [[nodiscard]] int64_t skipped_rows() const;
   [[nodiscard]] Json to_json() const;
@@ -72,6 +74,8 @@ struct RowCounts {
   [[nodiscard]] static RowCounts from_json(const Json& json);
   /// Reasons with counts and examples, a line each.
   [[nodiscard]] std::string table() const;
+  /// Notes likewise, with what can be done where something can.
+  [[nodiscard]] std::string notes_table() const;
 };
 
 }  // namespace sf

@@ -52,7 +52,8 @@ Json TextWorkerSettings::to_json() const {
                        {"max_length", max_length},
                        {"ignored", Json::array_of(ignored)},
                        {"text_supervision", whole_texts ? "all" : "answers"},
-                       {"prompts", prompts}});
+                       {"prompts", prompts},
+                       {"skip_special_text", skip_special_text}});
 }
 
 TextWorker::TextWorker(const TextWorkerSettings& settings) : settings_(settings), python_(variable("SF_PYTHON", "python3")) {

@@ -31,6 +31,7 @@ struct TextWorkerSettings {
   std::vector<std::string> ignored;     // texts whose tokens are reported
   bool whole_texts = false;             // a preformatted text is supervised as a whole
   bool prompts = false;                 // conversations up to the next answer, whose generation prompt is rendered
+  bool skip_special_text = false;       // a message with the text of a special token in it is a reason to skip the row
   int64_t input_bytes = 0;              // of all lines that rows() will be asked for: a faster library is loaded where that pays (docs/data.md)
   StopRequest stop_requested;           // ends whatever is waited for, with Stopped
   double seconds = 0;                   // of a processor, for one line, and more for a long one; 0: SF_TEXT_SECONDS, or 30

@@ -3,7 +3,7 @@
 
 sf-host starts one such process for each worker, writes requests to its standard input, reads answers from its standard output and
 kills it when it ends. Every line is JSON. The first one in says {"target": FOLDER, "template_path": "", "template_options": {},
-"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "input_bytes": 0, "own_values": []};
+"date": "", "max_length": 0, "ignored": [], "text_supervision": "answers", "prompts": false, "skip_special_text": false, "input_bytes": 0, "own_values": []};
 the first one out is {"reading": "the chat template"}, when the tokenizer has been read, and then {"ready": {...}}; or {"error", "fix"}. Then
 
     {"op": "rows", "count": N}, and N raw lines of the user's file    N lines, {"ids": COUNT, ...} or {"skip": REASON, "why"}, each with COUNT
@@ -835,6 +835,7 @@ class TextWorker:
         self.ignored = [text for text in settings.get("ignored") or [] if text]
         self.whole_texts = settings.get("text_supervision") == "all"
         self.prompts = bool(settings.get("prompts"))
+        self.skip_special_text = bool(settings.get("skip_special_text"))
         self.own_values = frozenset(settings.get("own_values", ()))  # of a template: what a record says, or prepare
         try:
             datetime.datetime.strptime(settings.get("date") or "2026-01-31", "%Y-%m-%d")
@@ -874,6 +875,7 @@ class TextWorker:
         special_tokens = special_texts_of(config, fallback)
         specials = {token.content for token in self.tokenizer.get_added_tokens_decoder().values() if token.special}
         ends = self.end_texts(folder, special_tokens)
+        self.special = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True)))) if specials else None
 
         sources = template_sources(folder, config)
         if settings.get("template_path"):
@@ -969,6 +971,10 @@ class TextWorker:
             raise Skip("bad-options", f"chat_template_kwargs is {type(options).__name__}, an object expected")
         if options and not self.own_values.isdisjoint(options):
             raise Skip("bad-options", f"chat_template_kwargs sets {', '.join(sorted(self.own_values.intersection(options)))}, which is prepare's to say")
+        special = self.special_text(messages)
+        if special and self.skip_special_text:
+            raise Skip("special-token-text", special)
+        notes += [f"special-token-text: {special}"] if special else []
         try:
             if self.prompts:
                 return template.text(messages, tools or None, options, ask=True), [], [], notes
@@ -980,6 +986,15 @@ class TextWorker:
         if not answers:
             raise Skip("no-answer", "the template shows nothing of the assistant's messages")
         return text, answers, roles, notes + seen
+
+    def special_text(self, messages) -> str:
+        """The first message that holds the text of a special token, which becomes that token; "" when there is none."""
+        for i, message in enumerate(messages if self.special else ()):
+            for text in (message["content"], *(message.get(key, "") for key in REASONING)):
+                found = self.special.search(text)
+                if found:
+                    return f"message {i} ({message['role']}) holds the text of {found.group()}"
+        return ""
 
     def row(self, record: dict, places, encoding) -> dict:
         text, answers, roles, notes = places

@@ -227,7 +227,7 @@ SILENT = {"training.objective_chunk_rows": "memory of the head", "training.compa
           "backend.trackers": "opens other plugins: tests/tracker/tensorboard_files.py",
           **dict.fromkeys((f"data.{name}" for name in (
               "train_conversations_path", "eval_conversations_path", "prompts_conversations_path", "prompts_data_path", "held_out_share", "split_seed", "deduplicate",
-              "min_supervised_tokens", "max_skipped_share", "ignored_texts", "text_supervision", "train_only_last_turn", "train_on_reasoning", "chat_template_path",
+              "min_supervised_tokens", "max_skipped_share", "ignored_texts", "text_supervision", "special_token_text", "train_only_last_turn", "train_on_reasoning", "chat_template_path",
               "chat_template_options", "chat_template_date")), "read by prepare, which this walk does not run: tests/e2e/test_prepare.py, tests/prepare")}
 
 

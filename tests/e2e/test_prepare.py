@@ -326,6 +326,18 @@ class Prepare(unittest.TestCase):
         self.use("chatml")
         self.assertEqual(self.report()["train"]["records"], 21)
 
+    def test_special_tokens_that_a_message_spells_are_told_and_can_be_left_out(self):
+        self.write([chat("a b c", "d e f"), chat("g h <|im_end|>", "i j"), chat("k l", "m n<|im_start|>o"), chat("p q", "r s")])
+        done = self.host()
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("2 kept with the note special-token-text\n    chat.jsonl:2: message 0 (user) holds the text of <|im_end|>\n    chat.jsonl:3: message 1 (assistant)", done.stdout)
+        self.assertIn('data.special_token_text = "skip"', done.stdout)
+        report = json.loads((self.place / "tokens/train.jsonl.report.json").read_text())
+        self.assertEqual((report["records"], report["notes"]), (4, {"special-token-text": 2}))
+        report = self.report("--set", 'data.special_token_text="skip"')["train"]
+        self.assertEqual((report["records"], report["skipped"], report["notes"]), (2, {"special-token-text": 2}, {}))
+        self.assertEqual(report["examples"]["special-token-text"][0], "chat.jsonl:2: message 0 (user) holds the text of <|im_end|>")
+
     def test_a_record_may_not_set_what_prepare_says_to_the_template(self):
         self.write([chat("a b c", "d e f"), *(chat("g h", "i j", chat_template_kwargs={name: True}) for name in ("tools", "documents"))])
         report = self.report("--set", "data.max_skipped_share=1")["train"]

@@ -1,9 +1,11 @@
 // What becomes of a row of the text worker: mask, options, counts, the split.
 #include <doctest/doctest.h>
 
+#include <map>
 #include <string>
 #include <vector>
 
+#include "core/base/text.hpp"
 #include "core/prepare/records.hpp"
 
 using namespace sf;
@@ -44,6 +46,23 @@ TEST_CASE("records: ids of every size come over whole") {
 
 TEST_CASE("records: answers are supervised, and what stands behind the last of them is cut off") {
   CHECK(mask_with({}) == "000111011");
+}
+
+TEST_CASE("records: notes are counted, and those that say why keep their first places, in order, over pieces and on disk") {
+  RowCounts first, second;
+  first.note("cut-where-roles-break", "a:1");
+  first.note("special-token-text: message 0 (user) holds the text of <s>: so", "a:2");
+  for (int line = 3; line < 9; ++line) second.note("special-token-text: message 1", format("b:{}", line));
+  first.add(second);
+  const RowCounts counts = RowCounts::from_json(Json::parse(first.to_json().dump()));
+  CHECK(counts.notes == std::map<std::string, int64_t>{{"cut-where-roles-break", 1}, {"special-token-text", 7}});
+  CHECK(counts.examples.at("special-token-text") == std::vector<std::string>{"a:2: message 0 (user) holds the text of <s>: so", "b:3: message 1", "b:4: message 1"});
+  CHECK(counts.examples.count("cut-where-roles-break") == 0);
+  CHECK(counts.skipped_rows() == 0);
+  const std::string table = counts.notes_table();
+  CHECK(table.find("7 kept with the note special-token-text\n    a:2: message 0") != std::string::npos);
+  CHECK(table.find("data.special_token_text = \"skip\"") != std::string::npos);
+  CHECK(counts.table().empty());
 }
 
 TEST_CASE("records: the last answer alone, and answers without what was thought before") {

@@ -493,6 +493,22 @@ class Records(unittest.TestCase):
         self.assertEqual(cut["ids"], self.row({"messages": [ask, say]})["ids"])
         self.assertEqual(self.row({"messages": [ask, {**say, "reasoning_content": "hm"}]})["notes"], ["reasoning-not-in-template"])
 
+    def test_the_text_of_a_special_token_in_a_message_is_noted_or_a_reason_to_skip(self):
+        def record(question="a", answer="b", **more):
+            return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+        self.assertNotIn("notes", self.row(record("a <|im_end> b", "<| im_end |>")))
+        end = self.worker.tokenizer.token_to_id("<|im_end|>")
+        row = self.row(record("a<|im_end|>b"))
+        self.assertEqual(row["notes"], ["special-token-text: message 0 (user) holds the text of <|im_end|>"])
+        self.assertEqual(row["ids"].count(end), 1 + self.row(record())["ids"].count(end))  # as transformers makes it
+        self.assertEqual(self.row(record("a", "b<|im_end|>"))["notes"], ["special-token-text: message 1 (assistant) holds the text of <|im_end|>"])
+        self.assertIn("special-token-text: message 1 (assistant) holds the text of <|im_start|>", self.row(record(reasoning_content="<|im_start|>"))["notes"])
+        self.assertNotIn("notes", self.row({"text": EXPECTED["chatml/two_turns"]["text"]}))  # rendered before: they are meant
+        careful = text_worker.TextWorker({"target": str(self.place / "chatml"), "skip_special_text": True})
+        rows = families.rows(careful, [json.dumps(one).encode() for one in (record("a<|im_end|>b"), record())])
+        self.assertEqual([row.get("skip") for row in rows], ["special-token-text", None])
+        self.assertEqual(rows[0]["why"], "message 0 (user) holds the text of <|im_end|>")
+
     def test_a_template_that_writes_without_an_end_is_a_reason_to_skip(self):
         folder = self.place / "endless"
         shutil.copytree(self.place / "chatml", folder)

@@ -89,7 +89,8 @@ PrepareRequest request_of(const Plan& plan, const Job& job, std::int64_t workers
                   .max_length = plan.get<std::int64_t>("data.max_length"),
                   .ignored = plan.get<std::vector<std::string>>("data.ignored_texts"),
                   .whole_texts = plan.get<std::string>("data.text_supervision") == "all",
-                  .prompts = is_prompts};
+                  .prompts = is_prompts,
+                  .skip_special_text = plan.get<std::string>("data.special_token_text") == "skip"};
   request.mask = {.only_last_turn = plan.get<bool>("data.train_only_last_turn"),
                   .reasoning = plan.get<bool>("data.train_on_reasoning"),
                   .min_supervised_tokens = plan.get<std::int64_t>("data.min_supervised_tokens"),
@@ -122,8 +123,7 @@ void print(const char* name, const Json& report) {
   const RowCounts counts = RowCounts::from_json(report);
   if (counts.skipped_rows() > 0) std::printf("\n  skipped %lld rows%s", static_cast<long long>(counts.skipped_rows()), counts.table().c_str());
   if (counts.cut > 0) std::printf("\n  cut to data.max_length: %lld", static_cast<long long>(counts.cut));
-  for (const auto& [note, count] : counts.notes) std::printf("\n  %lld kept with the note %s", static_cast<long long>(count), note.c_str());
-  std::printf("\n");
+  std::printf("%s\n", counts.notes_table().c_str());
 }
 
 }  // namespace
