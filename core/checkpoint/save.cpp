@@ -226,6 +226,14 @@ fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointI
     index.files[name] = {.bytes = text.size(), .header_bytes = 0, .sha256 = sha256(text)};
   };
   index.check_cover();
+  for (const auto& [name, file] : index.files) {  // of ranks; one that wrote elsewhere has told its index all the same
+    std::error_code missing;
+    const auto bytes = fs::file_size(partial / name, missing);
+    if (missing || bytes != file.bytes) {
+      throw Error(ExitCode::kCheckpoint, format("committing step {}: {} {}, and {} bytes were written", step, partial / name, missing ? "is not there" : format("has {} bytes", bytes), file.bytes),
+                  "all ranks have to write to one disk: set output_dir to a folder that their machines share");
+    }
+  }
   add(kStateFile, state.to_json().dump(1) + "\n");
   for (const TextFile& file : texts) {
     SF_CHECK(!index.files.contains(file.name) && file.name != kIndexFile && file.name != kMarkerFile,

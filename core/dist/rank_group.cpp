@@ -1,6 +1,10 @@
 #include "core/dist/rank_group.hpp"
 
+#include <unistd.h>
+
+#include <array>
 #include <filesystem>
+#include <thread>
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
@@ -64,7 +68,41 @@ std::unique_ptr<RankGroup> RankGroup::open(Options options) {
   return group;
 }
 
-void RankGroup::meet() { (void)gather_texts("", "the start of the run"); }
+namespace {
+
+// Who says to be this rank.
+std::string own_name(const World& world) {
+  std::array<char, 256> host{};
+  (void)::gethostname(host.data(), host.size() - 1);
+  return Json::object({{"process", format("process {} on {}", ::getpid(), host.data())}, {"ranks", world.size}}).dump();
+}
+
+}  // namespace
+
+void RankGroup::meet() {
+  // Two that a launcher gave one number would answer for each other, and ranks that count differently would wait for one that nobody started.
+  const std::string own = own_name(world()), key = "who/";
+  const std::string known = store_->set_once(key + std::to_string(world().rank), own);
+  if (known != own) {
+    throw Error(ExitCode::kCommunication, format("two processes say that they are rank {} of {}: {} and {}", world().rank, world().size, Json::parse(known, "a rank's name").at("process").as_string(),
+                                                 Json::parse(own, "a rank's name").at("process").as_string()),
+                "check what the launcher sets (RANK, NODE_RANK, --node-rank): each process has a number of its own");
+  }
+  const std::vector<std::string> first = {key + "0"};
+  for (const auto start = Clock::now(); !store_->has_all(first); std::this_thread::sleep_for(kPoll)) {
+    throw_failure();
+    if (Clock::now() - start > limit()) {
+      throw Error(ExitCode::kCommunication, format("rank 0 of {} did not arrive at the start of the run within {}", world().size, human_duration(static_cast<double>(limit().count()) / 1000.0)),
+                  "see the messages of rank 0; training.dist_timeout is the limit");
+    }
+  }
+  const int64_t ranks = Json::parse(store_->find(first[0]).value(), "a rank's name").at("ranks").as_int();
+  if (ranks != world().size) {
+    throw Error(ExitCode::kCommunication, format("rank {} was started as one of {} ranks, and rank 0 as one of {}", world().rank, world().size, ranks),
+                "start all ranks with the same number of them (--nproc, --nnodes, WORLD_SIZE)");
+  }
+  (void)gather_texts("", "the start of the run");
+}
 
 RankGroup::~RankGroup() = default;
 
@@ -112,7 +150,7 @@ std::vector<std::string> RankGroup::gather_texts(const std::string& text, std::s
   return texts;
 }
 
-void RankGroup::require_same(const std::map<std::string, std::string>& values, std::string_view what) {
+void RankGroup::require_same(const std::map<std::string, std::string>& values, std::string_view what, const char* hint) {
   const std::string mine = text_of(values);
   const std::vector<std::string> hashes = gather_texts(sha256(mine), what);
   std::vector<int64_t> different;
@@ -141,7 +179,7 @@ void RankGroup::require_same(const std::map<std::string, std::string>& values, s
   throw Error(ExitCode::kCommunication,
               format("{} {} from rank 0 in {}: {}{}", rank_list(different), different.size() == 1 ? "differs" : "differ", what, join(sentences, "; "),
                      more > 0 ? format("; and {} more", more) : ""),
-              "start all ranks with the same recipe, flags and build");
+              hint);
 }
 
 void RankGroup::explain(const std::string& label, int64_t number, const std::string& reason) {

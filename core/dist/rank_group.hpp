@@ -42,7 +42,8 @@ class RankGroup {
   std::vector<std::string> gather_texts(const std::string& text, std::string_view label);
 
   /// Do all ranks have the same values? Throws Error(kCommunication), on all ranks, with a key that differs and who has what.
-  void require_same(const std::map<std::string, std::string>& values, std::string_view what);
+  void require_same(const std::map<std::string, std::string>& values, std::string_view what,
+                    const char* hint = "start all ranks with the same recipe, flags and build");
 
   /// A collective failed on this rank. Waits a moment for the reason to become known and throws it.
   [[noreturn]] void explain(const std::string& label, int64_t number, const std::string& reason);

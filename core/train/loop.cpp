@@ -3,13 +3,18 @@
 
 #include <ATen/ATen.h>
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
+#include <filesystem>
 #include <limits>
 #include <map>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 
 #include "core/base/error.hpp"
@@ -96,12 +101,14 @@ class TrainingRun {
                                          session_->placement);
     progress_.updates_total = horizon_.schedule;
     tell_about_windows();
+    compare_data();
     compare_lengths();
     if (session_->is_lead()) {  // the others read what rank 0 has made, never make it
       make_run_folder(session_->run_folder);
       lock_ = std::make_unique<FolderLock>(session_->run_folder, ExitCode::kCheckpoint, "another process is training in this run folder",
                                          "wait for it, stop it, or choose another run_id or output_dir");
     }
+    require_shared_folder();
     details_interval_ = arguments.details_interval;
     start_from(arguments);
     if (const auto best = told_by_lead(*session_, session_->is_lead() ? best_text() : "", "the best checkpoint so far"); !best.empty()) {
@@ -180,6 +187,55 @@ class TrainingRun {
       (void)told_by_lead(*session_, "", "the draft's vocabulary");
       if (!session_->is_lead()) {
         make_draft_buffers(*session_, *features_);
+      }
+    }
+  }
+
+  // Which sample goes to which rank is arithmetic, so the same numbers have to mean the same samples everywhere.
+  void compare_data() const {
+    if (session_->ranks == nullptr) {
+      return;
+    }
+    std::map<std::string, std::string> values = {{"the target", session_->target_fingerprint.substr(0, 16)}};
+    const auto add = [&](const char* key, const FeatureStore* features) {
+      if (features != nullptr) {
+        values[key] = format("{} ({} samples)", features->fingerprint().substr(0, 16), features->size());
+      }
+    };
+    add("data.hidden_states_path", features_.get());
+    add("data.eval_hidden_states_path", held_out_.get());
+    session_->ranks->require_same(values, "the data", "bring the same files to every machine, or put them on a disk that all of them see");
+  }
+
+  // Each rank writes its part of a checkpoint into the folder that rank 0 makes; better known now than at the first save.
+  void require_shared_folder() const {
+    Comm* comm = session_->placement.comm;
+    if (comm == nullptr) {
+      return;
+    }
+    const std::filesystem::path folder = std::filesystem::absolute(session_->run_folder);
+    std::string name;
+    if (session_->is_lead()) {
+      name = format(".ranks-{}-{}", ::getpid(), std::chrono::system_clock::now().time_since_epoch().count());
+      atomic_write(folder / name, "every rank has to see this\n", ExitCode::kCheckpoint);
+    }
+    name = told_by_lead(*session_, name, "the run folder");
+    constexpr auto kPatience = std::chrono::seconds(10);   // a disk of the network may show it late
+    const auto end = Clock::now() + kPatience;
+    std::error_code ignored;
+    while (!std::filesystem::exists(folder / name, ignored) && Clock::now() < end) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    }
+    std::array<char, 256> host{};
+    (void)::gethostname(host.data(), host.size() - 1);
+    const auto lacks = comm->gather_texts(std::filesystem::exists(folder / name, ignored) ? "" : format("{} on {}", folder.string(), host.data()), "the run folder");
+    if (session_->is_lead()) {
+      std::filesystem::remove(folder / name, ignored);
+    }
+    for (size_t rank = 0; rank < lacks.size(); ++rank) {
+      if (!lacks[rank].empty()) {
+        throw Error(ExitCode::kCheckpoint, format("rank {} does not see what rank 0 writes into the run folder: {} is another folder than rank 0's, or none", rank, lacks[rank]),
+                    "set output_dir to a folder on a disk that the machines of all ranks share: each rank saves its part of a checkpoint there");
       }
     }
   }

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <utility>
 
@@ -89,7 +90,7 @@ TEST_CASE("checkpoint: slices that contradict themselves are our mistake") {
 }
 
 // A [4, 6] matrix by two ranks: rows 0 and 1 by the first; or, flat, all before element 9.
-fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write, bool flat = false) {
+fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write, bool flat = false, const std::function<void(const fs::path& partial)>& before_commit = {}) {
   const fs::path partial = make_partial_folder(run_folder, 7);
   CheckpointIndex index;
   index.step = 7;
@@ -117,6 +118,9 @@ fs::path save_by_two_ranks(const fs::path& run_folder, int ranks_that_write, boo
                    .keep_alive = nullptr});
     save.wait();
     index.merge(save.index());
+  }
+  if (before_commit) {
+    before_commit(partial);
   }
   return commit_checkpoint(run_folder, 7, index, SmallRun(7).state(), {});
 }
@@ -184,6 +188,19 @@ TEST_CASE("checkpoint: a rank that did not write its part stops the commit") {
   CHECK(checkpoint_error([&] { save_by_two_ranks(folder.path(), 1); }).find("hold 12 of 24 elements") !=
         std::string::npos);
   CHECK_FALSE(fs::exists(folder.path() / "step-00000007"));
+}
+
+TEST_CASE("checkpoint: a rank that wrote its part to another disk, or whose file is cut, stops the commit") {
+  TempFolder folder;
+  const auto error_after = [&](const std::function<void(const fs::path&)>& change) {
+    const std::string error = checkpoint_error([&] { save_by_two_ranks(folder.path(), 2, false, change); });
+    CHECK_FALSE(fs::exists(folder.path() / "step-00000007"));
+    return error;
+  };
+  CHECK(error_after([](const fs::path& partial) { fs::remove(partial / "rank00001.safetensors"); }).find("rank00001.safetensors is not there, and") != std::string::npos);
+  CHECK(error_after([](const fs::path& partial) { fs::resize_file(partial / "rank00001.safetensors", 40); }).find("rank00001.safetensors has 40 bytes, and") != std::string::npos);
+  (void)save_by_two_ranks(folder.path(), 2);
+  CHECK(fs::exists(folder.path() / "step-00000007"));
 }
 
 TEST_CASE("checkpoint: overlapping slices are refused") {

@@ -240,15 +240,17 @@ def variables_of_srun(rank, size, port):
             "SLURM_JOB_ID": 4711, "SLURM_STEP_ID": 0, "MASTER_PORT": port}
 
 
-def ranks_by_hand(work, port, rows, limit="20s", variables=variables_of_torchrun):
-    """Ranks as another launcher starts them: one process each, with that one's variables. rows: extra arguments of each, None: does not come."""
+def ranks_by_hand(work, port, rows, limit="20s", variables=variables_of_torchrun, places=None, **more):
+    """Ranks as another launcher starts them: one process each, with that one's variables. rows: extra arguments of each, None: does not come. places: the folder
+    that each stands in. more: for the last of them."""
     processes = []
     for rank, extra in enumerate(rows):
         if extra is None:
             continue
         environment = {**ENVIRONMENT, **{name: str(value) for name, value in variables(rank, len(rows), port).items()}}
         command = [HOST, "train", work.path / "recipe.toml", *FSDP2, "--set", 'data.eval_hidden_states_path=""', "--set", f'training.dist_timeout="{limit}"', *extra]
-        processes.append(subprocess.Popen(command, cwd=work.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment))
+        processes.append(subprocess.Popen(command, cwd=places[rank] if places else work.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+                                          **(more if rank + 1 == len(rows) else {})))
     results = [process.communicate(timeout=60) for process in processes]
     return [process.returncode for process in processes], results
 
@@ -330,6 +332,102 @@ def a_rank_that_never_comes_is_named():
     shutil.rmtree(work.path)
 
 
+def two_processes_of_one_number_are_told_apart():
+    work = Ranks()
+    codes, results = ranks_by_hand(work, free_port(), [(), (), ()], variables=lambda rank, size, port: variables_of_torchrun(min(rank, 1), 2, port))
+    assert codes == [6, 6, 6], results
+    expect(results[0][1], "two processes say that they are rank 1 of 2: process ", "fix:")
+    shutil.rmtree(work.path)
+
+
+def ranks_that_count_differently_are_told():
+    work = Ranks()
+    for sizes in ((2, 3), (3, 2)):
+        start = time.time()
+        codes, results = ranks_by_hand(work, free_port(), [(), ()], limit="30s", variables=lambda rank, size, port: {**variables_of_torchrun(rank, sizes[rank], port), "LOCAL_WORLD_SIZE": 2})
+        assert codes == [6, 6], results
+        expect(results[0][1], f"rank 1 was started as one of {sizes[1]} ranks, and rank 0 as one of {sizes[0]}", "fix:")
+        assert time.time() - start < 20, results
+    shutil.rmtree(work.path)
+
+
+def elsewhere(work, name):
+    """Another machine's disk: the path /proc/self/cwd means the folder that a process stands in."""
+    place = work.path / name
+    place.mkdir()
+    return place
+
+
+HERE = "/proc/self/cwd"
+
+
+def machines_with_other_data_are_told_apart():
+    work, other = Ranks(), Ranks(samples=12)
+    data = ("--set", f'data.hidden_states_path="{HERE}/features/train"', "--set", f'output_dir="{work.path}/out"')
+    codes, results = ranks_by_hand(work, free_port(), [data, data], places=[work.path, other.path])
+    assert codes == [6, 6], results
+    expect(results[0][1], "rank 1 differs from rank 0 in the data: data.hidden_states_path is ", "(24 samples) on rank 0", "(12 samples) on rank 1", "fix:")
+    assert not (work.path / "out").exists(), "nothing is begun"
+    codes, results = ranks_by_hand(work, free_port(), [data, data], places=[work.path, elsewhere(work, "nothing")])
+    assert codes[0] == codes[1] == 4, results
+    expect(results[0][1], "error: rank 1: ", "features/train")
+    assert not errors_in(results[1][1]), results[1]
+    for one in (work, other):
+        shutil.rmtree(one.path)
+
+
+def a_run_folder_that_is_not_shared_is_told_before_the_first_window():
+    work = Ranks(steps=3)
+    sets = ("--set", f'output_dir="{HERE}/out"', "--set", f'data.hidden_states_path="{work.path}/features/train"')
+    for has_one in (False, True):
+        place = elsewhere(work, f"machine{has_one}")
+        if has_one:  # of an earlier run
+            (place / "out" / "tiny").mkdir(parents=True)
+        codes, results = ranks_by_hand(work, free_port(), [sets, sets], places=[work.path, place])
+        assert codes == [7, 7], results
+        expect(results[0][1], "rank 1 does not see what rank 0 writes into the run folder", "set output_dir to a folder on a disk that the machines of all ranks share")
+        assert not list((work.path / "out").glob("tiny/*")), list((work.path / "out").glob("tiny/*"))
+    codes, results = ranks_by_hand(work, free_port(), [sets, sets])
+    assert codes == [0, 0], results
+    assert work.steps() == [3], work.steps()
+    shutil.rmtree(work.path)
+
+
+def a_disk_that_is_full_for_one_rank_ends_all_and_the_step_before_stays():
+    import resource
+
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))  # what the checkpoint's part of a rank is larger than
+
+    for writer in ("sync", "async_ckpt"):
+        work = Ranks(steps=9)
+        sets = ("--set", f'backend.checkpoint="{writer}"', "--set", "training.save_interval=3", "--set", "training.total_steps=9")
+        work.train(*sets, "--set", "training.max_steps=3", ranks=2)
+        assert work.steps() == [3], work.steps()
+        codes, results = ranks_by_hand(work, free_port(), [(*sets, "--resume", "auto")] * 2, preexec_fn=small_files, restore_signals=False)
+        assert codes == [7, 7], results
+        expect(results[0][1], "saving step 6", "rank 1", "rank00001.safetensors", "free some space", "the last checkpoint is step 3")
+        assert len(errors_in(results[0][1])) == 1 and not errors_in(results[1][1]), results
+        assert [path.name for path in work.run.glob("*step-*")] == ["step-00000003"], list(work.run.iterdir())
+        work.train(*sets, "--resume", "auto", ranks=2)
+        assert work.steps() == [3, 6, 9], work.steps()
+        shutil.rmtree(work.path)
+
+
+def a_held_out_sample_that_one_rank_can_not_read_ends_all():
+    work = Ranks(steps=6)
+    shard = next((work.path / "features" / "eval").glob("*.safetensors"))
+    whole = bytearray(shard.read_bytes())
+    size = int.from_bytes(whole[:8], "little")
+    start = 8 + size + json.loads(whole[8 : 8 + size])["hidden_states"]["data_offsets"][1]
+    whole[start - 2 : start] = b"\xc0\x7f"  # bfloat16 NaN in the last record
+    shard.write_bytes(whole)
+    text = work.train("--set", 'data.eval_hidden_states_path="features/eval"', "--set", 'training.dist_timeout="30s"', ranks=2, code=4).stderr
+    assert len(errors_in(text)) == 1, text
+    expect(text, "NaN", "features/eval")
+    shutil.rmtree(work.path)
+
+
 def no_usable_sample_ends_all_ranks():
     work = Ranks()
     text = work.train("--set", "data.max_length=4", ranks=2, code=4).stderr
@@ -367,4 +465,4 @@ def what_makes_no_sense_is_refused_before_anything_starts():
 if __name__ == "__main__":
     run_cases([value for value in list(globals().values()) if callable(value) and getattr(value, "__module__", "") == "__main__"
                and value.__doc__ is None and value.__name__ not in
-               ("close", "children_of", "is_alive", "wait_until", "finish", "errors_in", "free_port") and not value.__name__.startswith("variables_of")])
+               ("close", "children_of", "is_alive", "wait_until", "finish", "errors_in", "free_port", "elsewhere") and not value.__name__.startswith("variables_of")])
