@@ -1,10 +1,12 @@
 // The forward pass with a key-value cache against the whole one, and what is generated with it. Targets: tests/parity/golden/target_*. About 3 s.
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <doctest/doctest.h>
 
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
@@ -14,6 +16,7 @@
 #include "core/data/safetensors.hpp"
 #include "core/model/generate.hpp"
 #include "core/model/memory_bandwidth.hpp"
+#include "core/model/skinny_product.hpp"
 #include "core/model/tensor_view.hpp"
 
 using namespace sf;
@@ -193,6 +196,19 @@ TEST_CASE("generate: memory is read at a speed that a machine can have") {
   const double bandwidth = memory_bandwidth(at::Device(at::kCPU));
   CHECK(bandwidth > 1e8);
   CHECK(bandwidth < 1e13);
+}
+
+TEST_CASE("generate: no product that decoding is made of reads weights faster than the memory is said to be") {
+  at::set_num_threads(1);
+  const at::Tensor weight_oi = at::ones({32 << 10, 2 << 10}), x = at::ones({1, 2 << 10});  // 256 MiB
+  double best = 0, said = 0;
+  for (int trial = 0; trial < 6; ++trial) {  // in turn, as neighbours come and go
+    said = std::max(said, memory_bandwidth(at::Device(at::kCPU)));
+    const auto start = std::chrono::steady_clock::now();
+    (void)skinny_linear(x, weight_oi, {});
+    best = std::max(best, static_cast<double>(weight_oi.nbytes()) / std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
+  CHECK(best < 1.15 * said);
 }
 
 TEST_CASE("generate: greedy answers are the whole pass's best tokens, whatever the batch") {
