@@ -2,12 +2,15 @@
 
 #include <array>
 #include <cstring>
+#include <deque>
 #include <fstream>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "core/base/text.hpp"
 
@@ -30,16 +33,24 @@ std::string linker_reason(std::string text) {
   return end == std::string::npos ? text : text.substr(0, end);
 }
 
+// Never destroyed, so never unloaded; in a list, so that a search for leaks finds it.
+boost::dll::shared_library& keep(boost::dll::shared_library library) {
+  struct Kept {
+    std::mutex mutex;
+    std::deque<boost::dll::shared_library> libraries;
+  };
+  static Kept& kept = *std::make_unique<Kept>().release();
+  const std::lock_guard lock(kept.mutex);
+  return kept.libraries.emplace_back(std::move(library));
+}
+
 }  // namespace
 
 const sf_plugin* open_plugin(const PluginFile& file, Diagnostics& problems) {
   boost::dll::shared_library* library = nullptr;
   try {
-    // Absolute path, the name as it is; never destroyed, so never unloaded.
-    library = std::make_unique<boost::dll::shared_library>(
-                  boost::dll::fs::path(file.path.string()),
-                  boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local)
-                  .release();
+    // Absolute path, the name as it is.
+    library = &keep(boost::dll::shared_library(boost::dll::fs::path(file.path.string()), boost::dll::load_mode::rtld_now | boost::dll::load_mode::rtld_local));
   } catch (const std::exception& error) {
     std::string reason = linker_reason(error.what());
     bool is_symbol = reason.find("undefined symbol") != std::string::npos;

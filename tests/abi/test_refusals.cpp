@@ -236,6 +236,9 @@ TEST_CASE("refusals: every one reads as it did") {
       text += std::string("# ") + refusal.title + "\n" + place.neutral(told) + "\n";
     }
   }
+#ifdef __SANITIZE_ADDRESS__   // the one refusal that is the other way round in a host with the sanitizer
+  text = replaced(text, "without the address sanitizer, this host with\n", "with the address sanitizer, this host without\n");
+#endif
   const fs::path expected = fs::path(SF_TEST_DATA) / "abi" / "expected" / "refusals.txt";
   if (std::getenv("SF_UPDATE_GOLDEN") != nullptr) {
     fs::create_directories(expected.parent_path());
@@ -266,8 +269,13 @@ TEST_CASE("refusals: sf-host lists fifty plugins in less than 300 ms and opens n
     const std::string name = "fake_cana" + std::to_string(10 + i);
     (void)place.write(name + ".so", replaced(bytes, "fake_canary", name));
   }
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  constexpr double kLimit = 3;   // a sanitizer makes everything several times slower
+#else
+  constexpr double kLimit = 0.3;
+#endif
   double best = 10;
-  for (int round = 0; round < 5 && best >= 0.3; ++round) {   // the machine may be busy with other things
+  for (int round = 0; round < 5 && best >= kLimit; ++round) {   // the machine may be busy with other things
     const Answer answer = run_host("plugins --plugin-path " + place.folder.path.string());
     CHECK(answer.code == 0);
     for (int i = 0; i < 50; ++i) {
@@ -277,7 +285,7 @@ TEST_CASE("refusals: sf-host lists fifty plugins in less than 300 ms and opens n
     }
     best = std::min(best, answer.seconds);
   }
-  CHECK_MESSAGE(best < 0.3, best << " s");
+  CHECK_MESSAGE(best < kLimit, best << " s");
   MESSAGE("50 plugins listed in " << best << " s");
   CHECK_FALSE(place.has_run());
 }
