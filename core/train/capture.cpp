@@ -8,6 +8,7 @@
 #include "core/base/error.hpp"
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
+#include "core/train/out_of_memory.hpp"
 #include "sf/error.hpp"
 
 namespace sf {
@@ -73,9 +74,10 @@ template <class Body>
 auto recorded(const std::string& name, Body&& body) {
   try {
     return body();
-  } catch (const c10::OutOfMemoryError&) {
-    throw;
   } catch (const c10::Error& error) {
+    if (is_out_of_memory(error)) {
+      throw;
+    }
     throw Error(ExitCode::kInternal, "unit '" + name + "' can't be recorded as a CUDA graph: " + error.what_without_backtrace(),
                 "training.compile_blocks = false runs it step by step; a block that is recorded may not read from the device or look at values on the host");
   }

@@ -7,6 +7,7 @@
 #include "core/kernels/float8_head.hpp"
 #include "core/kernels/ops.hpp"
 #include "core/plan/plan.hpp"
+#include "core/train/out_of_memory.hpp"
 #include "core/train/ranks.hpp"
 #include "core/train/session.hpp"
 #include "core/train/verbs.hpp"
@@ -16,23 +17,18 @@
 namespace sf {
 namespace {
 
-// Log lines of this library go through the host; LibTorch's errors lose their backtrace, and running out of memory is its own kind.
+// Log lines of this library go through the host; LibTorch's errors lose their backtrace, and running out of memory is its own kind, with what the verb can do about it.
 template <class Body>
-auto guarded(const EngineContext& context, Body&& body) {
+auto guarded(const EngineContext& context, const char* advice, Body&& body) {
   redirect_log(context.log);
   set_log_level(Level::kTrace);  // the host filters
   try {
     return body();
-  } catch (const c10::OutOfMemoryError& error) {
-    throw Error(ExitCode::kDevice, error.what_without_backtrace(),
-                "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
   } catch (const c10::Error& error) {
-    const std::string what = error.what_without_backtrace();
-    if (what.find("DefaultCPUAllocator") != std::string::npos) {  // LibTorch's CPU allocator has no kind of its own
-      throw Error(ExitCode::kDevice, "out of memory: " + what.substr(what.find("DefaultCPUAllocator")),
-                  "lower training.batch_size, training.num_anchors or data.max_length, or make the draft smaller; sf-host plan shows what takes the memory");
+    if (is_out_of_memory(error)) {
+      throw out_of_memory(error, "", advice);
     }
-    throw Error(ExitCode::kInternal, what);
+    throw Error(ExitCode::kInternal, error.what_without_backtrace());
   }
 }
 
@@ -51,7 +47,7 @@ class EngineLibrary final : public Engine {
     return id == kOpsService ? static_cast<const void*>(&cpu_ops()) : id == kFloat8HeadsService ? static_cast<const void*>(&float8_heads()) : nullptr;
   }
   std::vector<SizeLine> sizes(const EngineContext& context) override {
-    return guarded(context, [&] {
+    return guarded(context, less_memory::kTraining, [&] {
       const Description description = named_algorithm(context).describe(model_facts(*context.plan));
       NamedSharding sharding(sharding_of(context), context.plan->get<std::string>("backend.sharding"));
       std::vector<std::unique_ptr<NamedTransform>> calls;
@@ -60,29 +56,29 @@ class EngineLibrary final : public Engine {
     });
   }
   std::vector<std::string> slow_paths(const EngineContext& context) override {
-    return guarded(context, [&] { return sf::slow_paths(*context.plan, named_algorithm(context).describe(model_facts(*context.plan))); });
+    return guarded(context, less_memory::kTraining, [&] { return sf::slow_paths(*context.plan, named_algorithm(context).describe(model_facts(*context.plan))); });
   }
   Json train(const EngineContext& context, const TrainArguments& arguments) override {
     return on_ranks(context, [&](Ranks& ranks) { return sf::train(context, arguments, ranks); });
   }
   std::vector<CaptureRead> reads(const EngineContext& context) override {
-    return guarded(context, [&] { return capture_reads(context); });
+    return guarded(context, less_memory::kCapturing, [&] { return capture_reads(context); });
   }
   Json capture(const EngineContext& context, const CaptureArguments& arguments) override {
-    return guarded(context, [&] { return sf::capture(context, arguments); });
+    return guarded(context, less_memory::kCapturing, [&] { return sf::capture(context, arguments); });
   }
   Json evaluate(const EngineContext& context, const EvalArguments& arguments) override {
-    return guarded(context, [&] { return evaluate_checkpoint(context, arguments); });
+    return guarded(context, less_memory::kEvaluating, [&] { return evaluate_checkpoint(context, arguments); });
   }
   Json export_draft(const EngineContext& context, const ExportArguments& arguments) override {
-    return guarded(context, [&] { return sf::export_draft(context, arguments); });
+    return guarded(context, less_memory::kExporting, [&] { return sf::export_draft(context, arguments); });
   }
   Json generate(const EngineContext& context, const GenerateArguments& arguments) override {
-    return guarded(context, [&] { return generate_answers(context, arguments); });
+    return guarded(context, less_memory::kGenerating, [&] { return generate_answers(context, arguments); });
   }
   Json speculate(const std::vector<SpeculativeDraft>& drafts, const SpeculateArguments& arguments) override {
     SF_CHECK(!drafts.empty(), "no draft to decode with");
-    return guarded(*drafts.front().context, [&] { return evaluate_speculative(drafts, arguments); });
+    return guarded(*drafts.front().context, less_memory::kSpeculating, [&] { return evaluate_speculative(drafts, arguments); });
   }
   Json bench(const EngineContext& context, const BenchArguments& arguments) override {
     return on_ranks(context, [&](Ranks& ranks) { return sf::bench(context, arguments, ranks); });
@@ -92,9 +88,9 @@ class EngineLibrary final : public Engine {
   // The inner guard turns what LibTorch throws into what ranks can tell each other.
   template <class Body>
   Json on_ranks(const EngineContext& context, Body&& body) {
-    return guarded(context, [&] {
+    return guarded(context, less_memory::kTraining, [&] {
       Ranks& ranks = *ranks_.emplace_back(meet_ranks(context));
-      return as_rank(context, ranks, [&] { return guarded(context, [&] { return body(ranks); }); });
+      return as_rank(context, ranks, [&] { return guarded(context, less_memory::kTraining, [&] { return body(ranks); }); });
     });
   }
 

@@ -4,6 +4,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/text.hpp"
+#include "core/train/out_of_memory.hpp"
 
 namespace sf {
 namespace {
@@ -14,9 +15,10 @@ decltype(auto) named(const std::string& plugin, const char* call, Body&& body) {
     return body();
   } catch (const Error&) {
     throw;
-  } catch (const c10::OutOfMemoryError&) {
-    throw;   // a kind of its own, with advice of its own
   } catch (const c10::Error& error) {
+    if (is_out_of_memory(error)) {
+      throw;   // whoever called knows what can be turned
+    }
     throw Error(ExitCode::kInternal, format("plugin \"{}\" failed in {}: {}", plugin, call, error.what_without_backtrace()), "tell the plugin's authors");
   } catch (const std::exception& error) {
     throw Error(ExitCode::kInternal, format("plugin \"{}\" failed in {}: {}", plugin, call, error.what()), "tell the plugin's authors");

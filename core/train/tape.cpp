@@ -9,6 +9,7 @@
 #include "core/base/error.hpp"
 #include "core/kernels/float8_head.hpp"
 #include "core/kernels/magnitudes.hpp"
+#include "core/train/out_of_memory.hpp"
 #include "sf/error.hpp"
 
 namespace sf {
@@ -24,15 +25,15 @@ bool matches(const std::string& pattern, const std::string& name) {
 }
 
 // Inside a catch: the same failure with where it happened put before it.
-[[noreturn]] void rethrow_within(const std::string& where) {
+[[noreturn]] void rethrow_within(const std::string& where, const char* advice) {
   try {
     throw;
   } catch (const Error& error) {
     throw error.within(where);
-  } catch (const c10::OutOfMemoryError& error) {
-    throw Error(ExitCode::kDevice, where + ": " + error.what_without_backtrace(),
-                "lower training.batch_size, training.num_anchors or data.max_length, or set training.recompute = [\"block.*\"]");
   } catch (const c10::Error& error) {
+    if (is_out_of_memory(error)) {
+      throw out_of_memory(error, where, advice);
+    }
     throw Error(ExitCode::kInternal, where + ": " + error.what_without_backtrace());
   } catch (const std::exception& error) {
     throw Error(ExitCode::kInternal, where + ": " + error.what());
@@ -421,7 +422,7 @@ std::vector<TapeValue> TapeRunner::run(int64_t index, const std::vector<TapeValu
     }
   } catch (...) {
     abandon();
-    rethrow_within(where(index, use_number, evaluating ? "evaluating" : "forward"));
+    rethrow_within(where(index, use_number, evaluating ? "evaluating" : "forward"), evaluating ? less_memory::kEvaluating : less_memory::kTraining);
   }
   return values;
 }
@@ -593,7 +594,7 @@ void TapeRunner::backward(bool boundary) {
       backward_use(use, left[use.unit]--, boundary);
     } catch (...) {
       abandon();
-      rethrow_within(where(unit, number, "backward"));
+      rethrow_within(where(unit, number, "backward"), less_memory::kTraining);
     }
     tape_.pop_back();
   }

@@ -161,6 +161,23 @@ class Decoding(unittest.TestCase):
         (folder / "export.json").unlink()
         self.refused(4, "logits are not finite", "dflash2", "eval", "--speculative", "--draft", folder, *sets)
 
+    def test_what_decoding_can_turn_is_named_when_memory_runs_out(self):
+        target = self.place / "endless-target"  # whose context no machine has the memory for
+        shutil.copytree(ROOT / "tests/parity/golden/target_llama_tied", target)
+        config = json.loads((target / "config.json").read_text())
+        (target / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**13}))
+        sets = "--set", f'model.target_model_path="{target}"', "--max-new-tokens", 10**12, "--stop-tokens", "none"
+        folder = self.place / "draft-of-any-target"
+        shutil.copytree(self.drafts["dflash2"], folder)
+        (folder / "export.json").unlink()
+        done = self.host("dflash2", "eval", "--speculative", "--draft", folder, *sets)
+        self.assertEqual(done.returncode, 5, done.stderr + done.stdout)
+        self.assertIn("out of memory", done.stderr)
+        hint = done.stderr.split("fix:")[1]
+        self.assertIn("--max-new-tokens", hint)
+        self.assertIn("--draft-tokens", hint)
+        self.assertNotIn("training.", hint)
+
     # ---- speculative decoding
 
     def test_answers_of_one_token_leave_nothing_to_draft_and_that_is_said(self):

@@ -432,6 +432,29 @@ TEST_CASE("tape: when a unit throws, the error names unit, use and phase, and no
   CHECK(at::equal(bench.sharding.end_window()[0], at::zeros({3, 3})));
 }
 
+TEST_CASE("tape: a unit that runs out of memory is an error of the device, with what can be turned in training and in evaluating") {
+  Bench bench;
+  bench.add("a", {weight("w.weight", {3, 3})}, [](sf::UnitContext&, const Tensors&) -> Tensors { return {at::empty({int64_t{1} << 50})}; });
+  bench.open();
+  const auto told = [&] {
+    try {
+      bench.runner->begin_micro_step();
+      (void)bench.runner->run(0, {bench.runner->constant(at::zeros({2, 3}))});
+    } catch (const sf::Error& error) {
+      CHECK(error.code() == sf::ExitCode::kDevice);
+      CHECK(std::string(error.what()).find("unit 'a', use 0, ") == 0);
+      CHECK(std::string(error.what()).find("out of memory") != std::string::npos);
+      return std::string(error.hint());
+    }
+    return std::string();
+  };
+  CHECK(told().find("training.recompute") != std::string::npos);
+  bench.runner->begin_evaluation({});
+  const std::string hint = told();
+  CHECK(hint.find("how many samples are evaluated at once") != std::string::npos);
+  CHECK(hint.find("recompute") == std::string::npos);
+}
+
 TEST_CASE("tape: a value of an earlier micro-step is refused") {
   Bench bench;
   bench.add("a", {weight("w.weight", {3, 3})}, mlp());
