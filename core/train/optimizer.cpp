@@ -42,10 +42,35 @@ void AdamW::write_weights(const std::vector<at::Tensor>& gradients) {
   }
 }
 
-at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator,
-                       double learning_rate) {
-  SF_CHECK(gradients.size() == shards_.size(), "{} gradients for {} shards", gradients.size(), shards_.size());
+at::Tensor AdamW::step(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate,
+                       const std::vector<at::Tensor>& touched) {
   at::NoGradGuard no_grad;
+  struct Kept {
+    at::Tensor tensor, before, is_touched;
+  };
+  std::vector<Kept> kept;  // of parameters that may turn out to have no gradient; few and small ones are declared idle
+  for (ShardState& state : states_) {
+    if (touched.empty() || !touched[state.shard].defined() || !gradients[state.shard].defined()) {
+      continue;
+    }
+    at::Tensor& local = shards_[state.shard].local;
+    std::vector<at::Tensor> tensors = {state.exp_avg, state.exp_avg_sq, state.steps, state.master};
+    if (!state.master.is_same(local)) {
+      tensors.push_back(local);
+    }
+    for (const at::Tensor& tensor : tensors) {
+      kept.push_back({.tensor = tensor, .before = tensor.clone(), .is_touched = touched[state.shard]});
+    }
+  }
+  const at::Tensor ok = update(gradients, norm, denominator, learning_rate);
+  for (Kept& one : kept) {
+    one.tensor.copy_(at::where(one.is_touched, one.tensor, one.before));
+  }
+  return ok;
+}
+
+at::Tensor AdamW::update(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate) {
+  SF_CHECK(gradients.size() == shards_.size(), "{} gradients for {} shards", gradients.size(), shards_.size());
   const at::Tensor ok = at::isfinite(norm).logical_and(at::isfinite(denominator)).logical_and(denominator > 0);
   if (step_on_kernels(gradients, norm, denominator, ok, learning_rate)) {
     return ok;

@@ -36,13 +36,16 @@ class AdamW {
   /// For each parameter with a gradient g * min(1, max_norm / (norm + 1e-6)): p *= 1 - lr * wd; m, v as usual; t += 1;
   /// p -= lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps); then the model's parameter is p rounded to its type.
   /// When the norm or `denominator` is not finite, or the denominator is not positive, nothing changes. No host read.
+  /// `touched` as TapeRunner::touched_by_any returns it: where it says no, the parameter keeps everything as if it had no gradient.
   /// Returns a scalar bool on the device: was the update made?
-  at::Tensor step(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate);
+  at::Tensor step(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate,
+                  const std::vector<at::Tensor>& touched = {});
 
   std::vector<ShardState>& states() { return states_; }
   int64_t bytes() const;
 
  private:
+  at::Tensor update(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, double learning_rate);
   bool step_on_kernels(const std::vector<at::Tensor>& gradients, const at::Tensor& norm, const at::Tensor& denominator, const at::Tensor& ok,
                        double learning_rate);
 

@@ -101,7 +101,7 @@ StepResult Trainer::run_window(const Window& window, const StepInfo& step, doubl
   if (runner_.take_weights_back()) {
     optimizer_.write_weights(gradients);
   }
-  const at::Tensor updated = optimizer_.step(gradients, norm, total, learning_rate);
+  const at::Tensor updated = optimizer_.step(gradients, norm, total, learning_rate, runner_.touched_by_any());
   mark(StepMark::updated);
   if (placement_.comm != nullptr && step.wants_details) {
     runner_.pool_sums(*placement_.comm);

@@ -59,6 +59,16 @@ struct TapeRunner::UnitState {
   std::map<std::string, int64_t, std::less<>> by_name;
   std::vector<at::Tensor> leaves;        // whole parameters; trainable ones require grad
   std::vector<GradientSink> sinks;       // buffer undefined for frozen ones
+  std::vector<bool> is_given;            // to the backend in this window, touched or not
+
+  void clear_gradients() {
+    for (size_t p = 0; p < sinks.size(); ++p) {
+      if (sinks[p].touched || is_given[p]) {
+        sinks[p].buffer.zero_();
+      }
+      sinks[p].touched = is_given[p] = false;
+    }
+  }
 };
 
 // What a unit sees while its forward runs.
@@ -158,6 +168,7 @@ TapeRunner::TapeRunner(std::vector<Unit*> units, const std::vector<UnitSpec>& sp
       }
       state->sinks.push_back(std::move(sink));
     }
+    state->is_given.assign(state->sinks.size(), false);
     units_.push_back(std::move(state));
   }
   for (const std::string& pattern : options_.recompute) {
@@ -196,12 +207,7 @@ void TapeRunner::begin_window(const at::Tensor& seed, const StepInfo& step) {
   sharding_.begin_window();
   for (auto& unit : units_) {  // last: whatever read gradients is behind us now
     unit->is_encoded = false;
-    for (GradientSink& sink : unit->sinks) {
-      if (sink.touched) {
-        sink.buffer.zero_();
-        sink.touched = false;
-      }
-    }
+    unit->clear_gradients();
   }
 }
 
@@ -569,12 +575,51 @@ void TapeRunner::backward_use(Use& use, int64_t left, bool boundary) {
   }
   sharding_.after_use(use.unit, Phase::backward, left);
   if (boundary && left == 1) {
-    std::vector<at::Tensor> gradients;
-    for (GradientSink& sink : unit.sinks) {
-      gradients.push_back(sink.touched ? sink.buffer : at::Tensor());
-    }
-    sharding_.reduce(use.unit, gradients);
+    sharding_.reduce(use.unit, gradients_of(unit));
   }
+}
+
+// Which parameters have a gradient must not depend on what this rank's samples touched: others add theirs to it, and all ranks update the same parameters. A
+// buffer that nothing touched is zeros. Only in one process is an idle parameter left out when it has none; with several, touched_by_any() tells.
+std::vector<at::Tensor> TapeRunner::gradients_of(UnitState& unit) const {
+  std::vector<at::Tensor> gradients;
+  for (size_t p = 0; p < unit.sinks.size(); ++p) {
+    const GradientSink& sink = unit.sinks[p];
+    const bool is_left_out = unit.spec->parameters[p].idle && !sink.touched && placement_.comm == nullptr;
+    gradients.push_back(is_left_out ? at::Tensor() : sink.buffer);
+    unit.is_given[p] = !is_left_out && sink.buffer.defined();  // the backend may write the ranks' sum into it
+  }
+  return gradients;
+}
+
+std::vector<at::Tensor> TapeRunner::touched_by_any() const {
+  if (placement_.comm == nullptr) {
+    return {};
+  }
+  std::vector<float> touched;
+  std::vector<at::Tensor> found;
+  std::vector<size_t> places;
+  for (const auto& unit : units_) {
+    for (size_t p = 0; p < unit->sinks.size(); ++p) {
+      if (unit->spec->parameters[p].trainable && unit->spec->parameters[p].idle) {
+        touched.push_back(unit->sinks[p].touched ? 1.0f : 0.0f);
+        places.push_back(found.size());
+      }
+      found.emplace_back();
+    }
+  }
+  if (!touched.empty()) {
+    at::Tensor flags = at::tensor(touched, at::TensorOptions().dtype(at::kFloat));
+    if (placement_.device.is_cuda()) {
+      flags = flags.pin_memory().to(placement_.device, /*non_blocking=*/true);  // from pageable memory the host would wait
+    }
+    placement_.comm->all_reduce(flags, Reduction::max, "idle parameters")->wait();
+    flags = flags > 0;
+    for (size_t i = 0; i < places.size(); ++i) {
+      found[places[i]] = flags[static_cast<int64_t>(i)];
+    }
+  }
+  return found;
 }
 
 void TapeRunner::backward(bool boundary) {
@@ -602,7 +647,7 @@ void TapeRunner::backward(bool boundary) {
     // A unit that the algorithm did not call at all still takes part in the reduction.
     for (size_t i = 0; i < units_.size(); ++i) {
       if (used_[i] == 0) {
-        sharding_.reduce(static_cast<int64_t>(i), std::vector<at::Tensor>(units_[i]->sinks.size()));
+        sharding_.reduce(static_cast<int64_t>(i), gradients_of(*units_[i]));
       }
     }
   }
@@ -645,12 +690,7 @@ void TapeRunner::abandon() {
   std::fill(used_.begin(), used_.end(), 0);
   phase_ = Phase::forward;
   for (auto& unit : units_) {
-    for (GradientSink& sink : unit->sinks) {
-      if (sink.touched) {
-        sink.buffer.zero_();
-        sink.touched = false;
-      }
-    }
+    unit->clear_gradients();
   }
 }
 

@@ -66,6 +66,10 @@ class TapeRunner final : public Runner {
   void pool_sums(Comm& comm);
   /// Names and shapes of the metrics so far, for comparison between ranks.
   std::string metric_names() const;
+  /// With several ranks, after the window's last backward and on all of them: did any rank touch it in this window? By parameter, in the order of the shards:
+  /// a scalar bool on the device for those declared idle, undefined for the others, whose gradient always counts. One all-reduce, none when nothing is idle.
+  /// Empty with one process.
+  std::vector<at::Tensor> touched_by_any() const;
   /// Trainable, not declared idle, and never touched in any window so far.
   std::vector<std::string> never_touched() const;
   /// Units in the order of the last complete micro-step, and a hash of it; ranks must agree on it.
@@ -125,6 +129,7 @@ class TapeRunner final : public Runner {
   void check_order(std::vector<int64_t>& known, const char* phase);
   void abandon();
   int64_t uses_left(const std::vector<int64_t>& planned, int64_t unit) const;
+  std::vector<at::Tensor> gradients_of(UnitState& unit) const;
 
   std::vector<std::unique_ptr<UnitState>> units_;
   Sharding& sharding_;

@@ -68,6 +68,9 @@ std::vector<UnitSpec> draft_specs(const DraftShape& shape) {
     if (shape.has_frozen && b == 1) {
       block.parameters.push_back({.name = "frozen.weight", .shape = {hidden, hidden}, .init_std = 0.4, .trainable = false});
     }
+    if (shape.has_rare && b == 1) {
+      block.parameters.push_back({.name = "rare", .shape = {7, hidden}, .init_std = 0.4, .idle = shape.rare_is_idle});
+    }
     specs.push_back(std::move(block));
   }
   specs.push_back({.name = "objective", .prefix = "", .shard_group = "root", .parameters = {{.name = "head.weight", .shape = {7, hidden}, .init_std = 0.4}}});
@@ -82,7 +85,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
   const int64_t rank = comm != nullptr ? comm->rank() : 0, ranks = comm != nullptr ? comm->size() : 1;
   const std::vector<UnitSpec> specs = draft_specs(shape);
   std::vector<std::unique_ptr<FunctionUnit>> units;
-  bool throw_armed = false, throw_now = false;
+  bool throw_armed = false, throw_now = false, rare_now = false;
   for (const UnitSpec& spec : specs) {
     if (spec.name == "context") {
       units.push_back(std::make_unique<FunctionUnit>(context_forward));
@@ -91,8 +94,11 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
     } else if (spec.name == "frozen") {
       units.push_back(std::make_unique<FunctionUnit>(frozen_forward));
     } else if (spec.name == "block.1") {
-      units.push_back(std::make_unique<FunctionUnit>([&throw_now](UnitContext& unit, const Tensors& in) {
+      units.push_back(std::make_unique<FunctionUnit>([&throw_now, &rare_now](UnitContext& unit, const Tensors& in) {
         Tensors out = block_forward(unit, in);
+        if (rare_now) {
+          out[0] = out[0] * unit.parameter("rare").sum(0);
+        }
         if (throw_now) {
           out[0] = ThrowInBackward::apply(out[0]);
         }
@@ -133,6 +139,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
     return x.view({-1, 5}).to(dtype);
   };
   const auto micro_step = [&](int64_t window, int64_t i) {
+    rare_now = shape.has_rare && uses_rare(window, i);
     runner.begin_micro_step();
     const auto context = runner.run(0, {runner.constant(sample(window, i))})[0];
     TapeValue h = context;
@@ -161,7 +168,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
       runner.backward(m + 1 == mine);
     }
   };
-  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> gradients, touched;
   for (int64_t window = first_window; window < windows; ++window) {
     if (evaluate_between) {
       runner.begin_evaluation({});
@@ -191,6 +198,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
       optimizer.write_weights(gradients);
     }
     const at::Tensor norm = sharding.gradient_norm(gradients);
+    touched = runner.touched_by_any();
     if (window + 1 == windows) {
       for (at::Tensor& gradient : gradients) {
         gradient = gradient.defined() ? gradient.clone() : gradient;  // the optimizer scales them in place
@@ -200,9 +208,9 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
       for (const at::Tensor& gradient : kept) {
         given.push_back(gradient.defined() ? gradient.clone() : gradient);
       }
-      (void)optimizer.step(given, norm, at::ones({}), 0.01);
+      (void)optimizer.step(given, norm, at::ones({}), 0.01, touched);
     } else {
-      (void)optimizer.step(gradients, norm, at::ones({}), 0.01);
+      (void)optimizer.step(gradients, norm, at::ones({}), 0.01, touched);
     }
     outcome.losses.push_back(runner.loss_sum().item<double>());
     outcome.norms.push_back(norm.item<double>());
@@ -220,7 +228,7 @@ void DraftRun::train(Sharding& sharding, Comm* comm, Outcome& outcome) const {
   for (size_t i = 0; i < sharding.shards().size(); ++i) {
     const Shard& shard = sharding.shards()[i];
     outcome.weights.at(shard.name).view({-1}).slice(0, shard.begin, shard.end).copy_(shard.local.reshape({-1}));
-    if (gradients[i].defined()) {
+    if (gradients[i].defined() && (touched.empty() || !touched[i].defined() || touched[i].item<bool>())) {
       outcome.gradients.at(shard.name).view({-1}).slice(0, shard.begin, shard.end).copy_(gradients[i].reshape({-1}));
     }
   }

@@ -23,6 +23,7 @@ struct DraftShape {
   bool has_frozen = true;              // block 1 has a frozen parameter, the last group is frozen altogether
   std::vector<std::string> recompute = {};
   int64_t hidden = 6, inner = 11;      // hidden is even
+  bool has_rare = false, rare_is_idle = false;   // block 1 has a parameter that some micro-steps use: DraftRun::uses_rare
 };
 
 /// Units: context (root), block.0 .., objective (root), and with has_frozen a unit "frozen" of its own group that scales the objective's input.
@@ -42,6 +43,7 @@ struct DraftRun {
   bool throw_at_boundary = false;                            // in the last micro-step, with reductions in flight; else in the first
   bool evaluate_between = false;
   bool gathers_straight = false;                             // what the ranks' Comm says
+  std::function<bool(int64_t window, int64_t sample)> uses_rare = {};   // sample m * ranks + rank, in micro-step m
   bool lends_weights = false;                                // TapeRunner::Options
   std::function<void(int64_t window, Sharding&)> after_window = {};
   std::function<std::unique_ptr<Transform, void (*)(Transform*)>()> make_transform = {};   // of each rank

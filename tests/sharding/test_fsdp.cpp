@@ -19,6 +19,7 @@
 #include "plugins/sharding/single/single.hpp"
 #include "sf/error.hpp"
 #include "sdk/testing/small_draft.hpp"
+#include "tests/dist/threads.hpp"
 
 using namespace sf;
 using namespace sf::testing;
@@ -94,6 +95,64 @@ TEST_CASE("fsdp: a block used four times, and one whose forward runs again in ba
   }
 }
 
+TEST_CASE("fsdp: a parameter that only some ranks touch, in some windows, trains as in one process") {
+  const std::vector<std::function<bool(int64_t, int64_t)>> uses = {
+      [](int64_t, int64_t sample) { return sample == 1; },                             // in every window one rank alone
+      [](int64_t window, int64_t sample) { return window == 1 && sample == 0; },       // once, one rank alone
+      [](int64_t window, int64_t sample) { return window % 2 == 0 && sample % 3 == 2; }};
+  for (const bool is_idle : {true, false}) {
+    for (size_t i = 0; i < uses.size(); ++i) {
+      CAPTURE(is_idle);
+      CAPTURE(i);
+      DraftRun run{.shape = {.has_rare = true, .rare_is_idle = is_idle}, .windows = 4, .accumulation = 1, .samples = 6};
+      run.uses_rare = uses[i];
+      const Outcome expected = train_single(run);
+      DraftRun without = run;
+      without.uses_rare = [](int64_t, int64_t) { return false; };
+      CHECK(largest_difference({{"rare", expected.weights.at("layers.1.rare")}}, {{"rare", train_single(without).weights.at("layers.1.rare")}}) > 1e-3);
+      for (const int64_t ranks : {2, 3}) {
+        for (const std::string& mode : kModes) {
+          CAPTURE(ranks);
+          CAPTURE(mode);
+          check_equal(train_ranks(run, ranks, fsdp1(mode)), expected, 2e-5);
+          check_equal(train_ranks(run, ranks, fsdp2(mode)), expected, 2e-5);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("fsdp: over gloo, a parameter that one of two ranks touches trains on both as in one process") {
+  for (const bool is_idle : {true, false}) {
+    DraftRun run{.shape = {.has_rare = true, .rare_is_idle = is_idle}, .windows = 4, .accumulation = 1, .samples = 2};
+    run.uses_rare = [](int64_t window, int64_t sample) { return window != 2 && sample == window % 2; };  // by turns, and in one window nobody
+    const Outcome expected = train_single(run);
+    for (const Maker& maker : {fsdp1(), fsdp2("SHARD_GRAD_OP"), fsdp2("FULL_SHARD"), fsdp2("NO_SHARD")}) {
+      std::vector<Outcome> found(2);
+      const auto ends = test::run_gloo({.ranks = 2}, [&](RankComm& comm, RankGroup&) {
+        Outcome& mine = found[static_cast<size_t>(comm.rank())];
+        for (const auto& [name, tensor] : expected.weights) {
+          mine.weights[name] = at::full_like(tensor, NAN);
+          mine.gradients[name] = at::full_like(tensor, NAN);
+        }
+        const Made sharding = maker();
+        run.train(*sharding, &comm, mine);
+      });
+      for (const test::RankEnd& end : ends) {
+        CHECK_MESSAGE(end.error.empty(), end.error);
+        CHECK_MESSAGE(!end.was_told, end.told);
+      }
+      CHECK(found[0].norms == found[1].norms);
+      for (const auto& [name, wanted] : expected.weights) {  // each rank filled in what it holds; what both hold is the same
+        CAPTURE(name);
+        const at::Tensor& a = found[0].weights.at(name), &b = found[1].weights.at(name);
+        CHECK(at::equal(at::where(at::isnan(a), b, a), at::where(at::isnan(b), a, b)));
+        CHECK(largest_difference({{name, at::where(at::isnan(a), b, a)}}, {{name, wanted}}) < 2e-5);
+      }
+    }
+  }
+}
+
 TEST_CASE("fsdp: gathers and reductions of a window are counted by group, and what accumulates communicates nothing") {
   // blocks, uses of one block, micro-steps; gathers of a window in the three modes
   struct Row {
@@ -133,7 +192,8 @@ TEST_CASE("fsdp: gathers and reductions of a window are counted by group, and wh
         const int64_t groups = row.blocks + 1;
         CHECK(in_two_windows("all_gather") == 2 * (mode == "NO_SHARD" ? 0 : mode == "FULL_SHARD" ? row.full : row.grad_op));
         CHECK(in_two_windows("reduce_scatter") == (mode == "NO_SHARD" ? 0 : 2 * groups));
-        CHECK(in_two_windows("all_reduce") == 2 * (mode == "NO_SHARD" ? groups : 1));
+        CHECK(in_two_windows("all_reduce idle parameters") == 2);
+        CHECK(in_two_windows("all_reduce") - 2 == 2 * (mode == "NO_SHARD" ? groups : 1));
         CHECK(in_two_windows("all_reduce gradient norm") == (mode == "NO_SHARD" ? 0 : 2));
       }
     }

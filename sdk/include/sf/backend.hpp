@@ -86,9 +86,10 @@ class Sharding {
   virtual void before_use(int64_t unit, Phase phase, int64_t uses_left) = 0;
   /// The memory may be given back when no use is left.
   virtual void after_use(int64_t unit, Phase phase, int64_t uses_left) = 0;
-  /// After the unit's last backward of the window: one gradient buffer per parameter, undefined for those that nothing touched.
+  /// After the unit's last backward of the window: one gradient buffer per parameter, undefined for frozen ones; zeros where nothing touched it on this
+  /// rank. In one process those declared idle are undefined, too, in a window that does not touch them. So with several ranks all give the same ones.
   virtual void reduce(int64_t unit, const std::vector<at::Tensor>& gradients) = 0;
-  /// All reduced gradients in place, in the order of shards(); undefined for untouched or frozen ones.
+  /// All reduced gradients in place, in the order of shards(); undefined for those that reduce() got undefined.
   virtual std::vector<at::Tensor> end_window() = 0;
   /// Euclidean norm over all ranks of what end_window returned: scalar float32 on the device, no host read.
   virtual at::Tensor gradient_norm(const std::vector<at::Tensor>& gradients) = 0;

@@ -33,7 +33,7 @@ struct ParameterSpec {
   Init init = Init::normal;
   double init_std = 0.02;        // of Init::normal
   bool trainable = true;         // false: frozen by the recipe; no gradient, no optimizer state, still saved
-  bool idle = false;             // true: may stay without gradient for a whole window
+  bool idle = false;             // true: may stay without gradient for a whole window, on all ranks, and is then left as it is; what only some ranks touch is summed
 };
 
 struct UnitSpec {
