@@ -157,6 +157,29 @@ DecodingResult PromptGroup::plain() const {
   return result;
 }
 
+namespace {
+
+// A plugin's word: what it does not keep to would be read beyond its end, or looked up beyond the table's.
+std::vector<int64_t> checked_guesses(const DecodingDraft& draft, const DraftAnswer& guess, int64_t sequences, int64_t vocab_size) {
+  const auto refuse = [&](const std::string& what) {
+    throw Error(ExitCode::kPlugin, format("{}: propose() was asked for {} tokens of each of {} sequences and gave {}", draft.name, draft.tokens, sequences, what), "tell the plugin's authors");
+  };
+  const auto is_of = [](const at::Tensor& tensor, at::IntArrayRef shape) { return tensor.defined() && tensor.scalar_type() == at::kLong && tensor.sizes() == shape; };
+  if (!is_of(guess.ids_bk, {sequences, draft.tokens})) {
+    refuse(guess.ids_bk.defined() ? format("ids_bk of shape {} and type {}", guess.ids_bk.sizes().vec(), std::string(c10::toString(guess.ids_bk.scalar_type()))) : std::string("none"));
+  }
+  if (guess.advised_b.defined() && !is_of(guess.advised_b, {sequences})) {
+    refuse(format("advised_b of shape {} and type {}", guess.advised_b.sizes().vec(), std::string(c10::toString(guess.advised_b.scalar_type()))));
+  }
+  std::vector<int64_t> guesses = host_values(guess.ids_bk);
+  for (const int64_t token : guesses) {
+    if (token < 0 || token >= vocab_size) refuse(format("the token {}, and there are 0 to {}", token, vocab_size - 1));
+  }
+  return guesses;
+}
+
+}  // namespace
+
 DecodingResult PromptGroup::speculative(const DecodingDraft& draft) const {
   const at::NoGradGuard no_grad;
   const at::Device device = target_.device();
@@ -225,7 +248,7 @@ DecodingResult PromptGroup::speculative(const DecodingDraft& draft) const {
     const DraftAnswer guess = draft.drafter->propose(
         *draft.units, memory,
         {.known_ids_b = integers(known).to(device), .positions_b = integers(starts).to(device), .tokens = draft.tokens});
-    const std::vector<int64_t> guesses = host_values(guess.ids_bk);
+    const std::vector<int64_t> guesses = checked_guesses(draft, guess, active.count(), target_.config().vocab_size);
     const std::vector<int64_t> advised = guess.advised_b.defined() ? host_values(guess.advised_b) : std::vector<int64_t>();
     int64_t looked_at = 0;
     std::vector<int64_t> tried;
@@ -316,6 +339,31 @@ std::optional<Difference> judge_difference(const Target& target, const Prompt& p
     }
   }
   return difference;
+}
+
+LosslessVerdict lossless_verdict(const std::vector<ComparedAnswers>& compared, const WholeCheck& whole) {
+  LosslessVerdict verdict;
+  for (const ComparedAnswers& one : compared) {
+    verdict.answers += one.answers;
+    verdict.exact += one.exact;
+    for (const auto& [prompt, difference] : one.differences) {
+      verdict.ties += difference.is_tie ? 1 : 0;
+      if (!difference.is_tie && verdict.first.empty()) {
+        verdict.first = format("{}, prompt '{}', token {} of the answer: the target alone says {}, decoding with the draft gave {} (the target likes it less by {}, rounding explains {})",
+                               one.draft, prompt, difference.position + 1, difference.expected, difference.found, format_fixed(difference.margin, 4),
+                               format_fixed(difference.tolerance, 4));
+      }
+    }
+  }
+  const bool is_whole_same = whole.worst_margin <= whole.tolerance;
+  verdict.lossless = verdict.first.empty() && is_whole_same;
+  verdict.text =
+      !is_whole_same      ? format("NOT LOSSLESS: decoding with a cache leaves what one whole pass of the target says, by {} where rounding explains {}", format_fixed(whole.worst_margin, 4),
+                                   format_fixed(whole.tolerance, 4))
+      : !verdict.lossless ? "NOT LOSSLESS: " + verdict.first
+                          : format("lossless: {} of {} answers are the target's own token for token{}; {} tokens of them checked by whole passes", verdict.exact, verdict.answers,
+                                   verdict.ties == 0 ? "" : format(", {} leave it where two tokens are equally good to within rounding", verdict.ties), whole.tokens);
+  return verdict;
 }
 
 WholePass whole_pass(const Target& target, const std::vector<Prompt>& prompts, const std::vector<std::vector<int64_t>>& answers,

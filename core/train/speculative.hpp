@@ -15,6 +15,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/model/prompts.hpp"
@@ -28,7 +29,7 @@ struct DecodingDraft {
   std::string name;
   Algorithm* algorithm = nullptr;
   const Drafter* drafter = nullptr;
-  LoadedDraft* units = nullptr;
+  DraftUnits* units = nullptr;
   Description description;
   int64_t tokens = 0;          // drafted in a pass
   bool use_schedule = false;
@@ -98,6 +99,27 @@ struct Difference {
 /// Nothing when they are equal. Else one whole forward pass of the target over the answer that was found decides.
 [[nodiscard]] std::optional<Difference> judge_difference(const Target& target, const Prompt& prompt, const std::vector<int64_t>& expected,
                                                          const std::vector<int64_t>& found);
+
+/// What one draft's answers are beside the target's own.
+struct ComparedAnswers {
+  std::string draft;
+  int64_t answers = 0, exact = 0;                              // answers == exact + differences
+  std::vector<std::pair<std::string, Difference>> differences;  // by prompt
+};
+
+/// How far the target's own answers, made with a cache, are what whole passes say.
+struct WholeCheck {
+  int64_t tokens = 0;
+  double worst_margin = 0, tolerance = 0;
+};
+
+struct LosslessVerdict {
+  bool lossless = false;     // no difference but ties, and the whole passes agree
+  int64_t answers = 0, exact = 0, ties = 0;
+  std::string text;          // a sentence for people
+  std::string first;         // the first difference that rounding does not explain; empty: none
+};
+[[nodiscard]] LosslessVerdict lossless_verdict(const std::vector<ComparedAnswers>& compared, const WholeCheck& whole);
 
 /// One whole forward pass, without cache, over prompts and answers: what the drafts' teacher-forced acceptance is measured on.
 struct WholePass {

@@ -375,33 +375,20 @@ Json evaluate_speculative(const std::vector<SpeculativeDraft>& drafts, const Spe
   const double plain_rate = rate(plain.tokens, plain.target_seconds);
   report.set("plain_tokens", plain.tokens).set("plain_seconds", plain.target_seconds).set("plain_tokens_per_second", plain_rate);
 
-  int64_t exact = 0, ties = 0, compared = 0;
-  std::string first;
+  std::vector<ComparedAnswers> compared;
   for (const Contestant& one : contestants) {
     for (const Variant& variant : one.variants) {
-      exact += variant.exact;
-      compared += static_cast<int64_t>(prompts.size());
-      for (const auto& [prompt, difference] : variant.differences) {
-        ties += difference.is_tie ? 1 : 0;
-        if (!difference.is_tie && first.empty()) {
-          first = format("{}, prompt '{}', token {} of the answer: the target alone says {}, decoding with the draft gave {} (the target likes it less by {}, rounding explains {})",
-                         one.draft.name, prompts[static_cast<size_t>(prompt)].id, difference.position + 1, difference.expected, difference.found,
-                         format_fixed(difference.margin, 4), format_fixed(difference.tolerance, 4));
-        }
-      }
+      ComparedAnswers answers{.draft = one.draft.name, .answers = static_cast<int64_t>(prompts.size()), .exact = variant.exact, .differences = {}};
+      for (const auto& [prompt, difference] : variant.differences) answers.differences.emplace_back(prompts[static_cast<size_t>(prompt)].id, difference);
+      compared.push_back(std::move(answers));
     }
   }
-  const bool is_whole_same = worst_margin <= tolerance;
-  const bool lossless = first.empty() && is_whole_same;
-  const std::string text =
-      !is_whole_same ? format("NOT LOSSLESS: decoding with a cache leaves what one whole pass of the target says, by {} where rounding explains {}", format_fixed(worst_margin, 4), format_fixed(tolerance, 4))
-      : !lossless    ? "NOT LOSSLESS: " + first
-                     : format("lossless: {} of {} answers are the target's own token for token{}; {} tokens of them checked by whole passes", exact, compared,
-                              ties == 0 ? "" : format(", {} leave it where two tokens are equally good to within rounding", ties), checked);
-  report.set("lossless", lossless).set("lossless_text", text).set("exact_answers", exact).set("compared_answers", compared).set("ties", ties);
+  const LosslessVerdict verdict = lossless_verdict(compared, {.tokens = checked, .worst_margin = worst_margin, .tolerance = tolerance});
+  report.set("lossless", verdict.lossless).set("lossless_text", verdict.text);
+  report.set("exact_answers", verdict.exact).set("compared_answers", verdict.answers).set("ties", verdict.ties);
   report.set("whole_pass_tokens", checked).set("whole_pass_margin", worst_margin).set("whole_pass_tolerance", tolerance);
-  if (!first.empty()) report.set("first_difference", first);
-  lossless ? log_info("{}", text) : log_error("{}", text);
+  if (!verdict.first.empty()) report.set("first_difference", verdict.first);
+  verdict.lossless ? log_info("{}", verdict.text) : log_error("{}", verdict.text);
   log_info("plain decoding: {} tok/s", format_fixed(plain_rate, 1));
   Json list = Json::array();
   for (const Contestant& one : contestants) {

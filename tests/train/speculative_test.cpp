@@ -2,8 +2,13 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <filesystem>
+#include <functional>
+#include <stdexcept>
+#include <utility>
 
+#include "core/base/error.hpp"
 #include "core/train/acceptance_stats.hpp"
 #include "core/train/speculative.hpp"
 
@@ -83,6 +88,111 @@ TEST_CASE("speculative: the whole pass tells a token that the target would not h
   changed[2] = (changed[2] + 7) % 320;
   const WholePass bad = whole_pass(tiny(), {kPrompt, kPrompt}, {own, changed}, {1});
   CHECK(bad.worst_margin > bad.tolerance);
+}
+
+namespace {
+
+// A draft that guesses whatever it is told to, or the target's own next tokens.
+struct GuessingDrafter final : Drafter {
+  std::vector<std::string> reads() const override { return {}; }
+  int64_t drafted_tokens_at_most() const override { return 0; }
+  void remember(DraftUnits&, DraftMemory&, const SeenTokens&) const override {}
+  DraftAnswer propose(DraftUnits&, const DraftMemory&, const DraftQuestion& question) const override { return answer(question); }
+  std::function<DraftAnswer(const DraftQuestion&)> answer;
+};
+
+struct NoUnits final : DraftUnits {
+  std::vector<at::Tensor> run(int64_t, const std::vector<at::Tensor>&) override { return {}; }
+  UnitContext& context(int64_t) override { throw std::logic_error("it has no units"); }
+};
+
+std::vector<std::vector<int64_t>> decoded(const GuessingDrafter& drafter, int64_t tokens, const Target& target = tiny()) {
+  const DecodingLimits limits{.max_new_tokens = 8};
+  const PromptGroup group(target, {kPrompt, {.id = "two", .category = "all", .ids = {1, 40}}}, 0, limits, {}, tokens);
+  NoUnits units;
+  const DecodingDraft draft{.name = "guesser", .drafter = &drafter, .units = &units, .description = {}, .tokens = tokens};
+  return group.speculative(draft).answers;
+}
+
+}  // namespace
+
+TEST_CASE("speculative: whatever a draft guesses, the answers are the target's; what it may not answer is refused by name") {
+  const std::vector<std::vector<int64_t>> own = {best_tokens(kPrompt.ids, 8), best_tokens({1, 40}, 8)};
+  GuessingDrafter drafter;
+  for (const int64_t guess : {0, 7, 319}) {
+    drafter.answer = [&](const DraftQuestion& question) { return DraftAnswer{.ids_bk = at::full({question.known_ids_b.size(0), question.tokens}, guess, at::kLong), .advised_b = {}, .scores_bkv = {}}; };
+    CHECK(decoded(drafter, 3) == own);
+  }
+  drafter.answer = [&](const DraftQuestion& question) {  // the right ones, where it stands
+    at::Tensor ids = at::zeros({question.known_ids_b.size(0), question.tokens}, at::kLong);
+    for (int64_t j = 0; j < ids.size(0); ++j) {
+      for (int64_t k = 0; k < ids.size(1); ++k) {
+        for (size_t row = 0; row < own.size(); ++row) {
+          const int64_t at = question.positions_b[j].item<int64_t>() - (row == 0 ? 4 : 2) + 1 + k;
+          if (at < 8 && question.known_ids_b[j].item<int64_t>() == own[row][static_cast<size_t>(at - 1 - k)]) ids[j][k] = own[row][static_cast<size_t>(at)];
+        }
+      }
+    }
+    return DraftAnswer{.ids_bk = ids, .advised_b = {}, .scores_bkv = {}};
+  };
+  CHECK(decoded(drafter, 3) == own);
+
+  const auto refused = [&](const std::function<DraftAnswer(const DraftQuestion&)>& answer, const char* said) {
+    drafter.answer = answer;
+    CHECK_THROWS_WITH_AS((void)decoded(drafter, 3), doctest::Contains(said), Error);
+  };
+  refused([](const DraftQuestion&) { return DraftAnswer(); }, "guesser: propose() was asked for 3 tokens of each of 2 sequences and gave none");
+  refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::zeros({q.known_ids_b.size(0), 2}, at::kLong), .advised_b = {}, .scores_bkv = {}}; }, "ids_bk of shape [2, 2]");
+  refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::zeros({q.known_ids_b.size(0), 3}), .advised_b = {}, .scores_bkv = {}}; }, "and type Float");
+  refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::full({q.known_ids_b.size(0), 3}, 320, at::kLong), .advised_b = {}, .scores_bkv = {}}; }, "the token 320, and there are 0 to 319");
+  refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::zeros({q.known_ids_b.size(0), 3}, at::kLong), .advised_b = at::zeros({1}, at::kLong), .scores_bkv = {}}; }, "advised_b of shape [1]");
+}
+
+TEST_CASE("speculative: the verdict is lossless with ties alone, and names the first answer that is not the target's or the cache's fault") {
+  const auto compared = [](std::vector<std::vector<int64_t>> found) {  // with the target's own answers; as `eval --speculative` compares
+    ComparedAnswers answers{.draft = "draft", .answers = static_cast<int64_t>(found.size()), .exact = 0, .differences = {}};
+    const std::vector<int64_t> own = best_tokens(kPrompt.ids, 8);
+    for (size_t i = 0; i < found.size(); ++i) {
+      const auto difference = judge_difference(tiny(), kPrompt, own, found[i]);
+      if (difference) {
+        answers.differences.emplace_back(std::to_string(i), *difference);
+      } else {
+        ++answers.exact;
+      }
+    }
+    return answers;
+  };
+  const std::vector<int64_t> own = best_tokens(kPrompt.ids, 8);
+  std::vector<int64_t> wrong = own, shorter(own.begin(), own.begin() + 3);
+  wrong[5] = (wrong[5] + 7) % 320;
+  const WholeCheck fine{.tokens = 24, .worst_margin = 0.0, .tolerance = 1e-3};
+
+  const LosslessVerdict good = lossless_verdict({compared({own, own}), compared({own, own})}, fine);
+  CHECK(good.lossless);
+  CHECK(good.text == "lossless: 4 of 4 answers are the target's own token for token; 24 tokens of them checked by whole passes");
+
+  ComparedAnswers tied = compared({own});
+  tied.answers = 2;
+  tied.differences.emplace_back("tied", Difference{.position = 2, .expected = 5, .found = 6, .margin = 1e-6, .tolerance = 1e-3, .is_tie = true});
+  const LosslessVerdict tie = lossless_verdict({tied}, fine);
+  CHECK(tie.lossless);
+  CHECK(tie.ties == 1);
+  CHECK(tie.text.find("1 leave it where two tokens are equally good") != std::string::npos);
+
+  for (const auto& [answer, place] : {std::pair(wrong, format("token 6 of the answer: the target alone says {}, decoding with the draft gave {}", own[5], wrong[5])),
+                                      std::pair(shorter, format("token 4 of the answer: the target alone says {}, decoding with the draft gave -1", own[3]))}) {
+    const LosslessVerdict bad = lossless_verdict({tied, compared({own, own, answer, wrong})}, fine);
+    CHECK_FALSE(bad.lossless);
+    CHECK(bad.exact == 3);
+    CHECK(bad.ties == 1);
+    CHECK(bad.first.find("draft, prompt '2', " + place) == 0);
+    CHECK(bad.text == "NOT LOSSLESS: " + bad.first);
+  }
+
+  const LosslessVerdict stale = lossless_verdict({compared({own})}, {.tokens = 8, .worst_margin = 0.5, .tolerance = 1e-3});
+  CHECK_FALSE(stale.lossless);
+  CHECK(stale.text == "NOT LOSSLESS: decoding with a cache leaves what one whole pass of the target says, by 0.5000 where rounding explains 0.0010");
+  CHECK_FALSE(lossless_verdict({compared({own})}, {.tokens = 8, .worst_margin = std::nan(""), .tolerance = 1e-3}).lossless);
 }
 
 TEST_CASE("speculative: a feature is its layers side by side, as they are stored") {
