@@ -102,7 +102,7 @@ struct GroupedConvolution : torch::autograd::Function<GroupedConvolution> {
       at::Tensor delta_gradient = at::empty(saved[1].sizes(), saved[1].options());
       at::Tensor base_gradient = at::empty(saved[2].sizes(), saved[2].options());
       cuda::GroupedConvolution arguments = arguments_of(saved[0], saved[1], saved[2], block_size);
-      const at::Tensor partial = at::empty({cuda::convolution_partials(arguments.rows / block_size), arguments.taps, arguments.h},
+      const at::Tensor partial = at::empty({cuda::convolution_partials(arguments.rows / block_size, arguments.h), arguments.taps, arguments.h},
                                            grad.options().dtype(at::kFloat));
       arguments.grad_y_rh = pointer(grad);
       arguments.grad_x_rh = pointer_to_write(x_gradient);

@@ -55,7 +55,7 @@ std::pair<at::Tensor, at::Tensor> norm_rows_backward(const at::Tensor& grad_y, c
   at::Tensor grad_weight, partial;
   if (wants_weight) {
     grad_weight = at::empty({h}, x.options());
-    partial = at::empty({cuda::rms_norm_partials(r), h}, inverse_r.options());
+    partial = at::empty({cuda::rms_norm_partials(r, h), h}, inverse_r.options());
   }
   const at::Tensor magnitude = open_magnitude(x);
   check_launch("rms_norm backward",

@@ -183,6 +183,7 @@ inline uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   }
   return result;
 }
+inline int add(int* to, int value) { return std::exchange(*to, *to + value); }
 inline unsigned raise(unsigned* to, unsigned value) { return std::exchange(*to, std::max(*to, value)); }
 
 }  // namespace sf::test::fibers
@@ -191,13 +192,18 @@ inline unsigned raise(unsigned* to, unsigned value) { return std::exchange(*to, 
 namespace sf::cuda {
 
 template <class Kernel, class... Arguments>
-const char* launch_early(Kernel kernel, dim3 grid, dim3 block, unsigned, const void*, const Arguments&... arguments) {
-  test::fibers::launch(grid, block)([&] { kernel(arguments...); });
+const char* launch_early_with_shared(Kernel kernel, dim3 grid, dim3 block, unsigned, size_t bytes, const void*, const Arguments&... arguments) {
+  test::fibers::launch(grid, block, bytes)([&] { kernel(arguments...); });
   return nullptr;
+}
+template <class Kernel, class... Arguments>
+const char* launch_early(Kernel kernel, dim3 grid, dim3 block, unsigned cluster, const void* stream, const Arguments&... arguments) {
+  return launch_early_with_shared(kernel, grid, block, cluster, 0, stream, arguments...);
 }
 inline void wait_for_before() {}
 inline bool clusters_are_there() { return false; }
 inline int processor_count() { return 1; }
+inline int shared_most() { return 99 * 1024; }
 inline void let_next_come() {}
 
 inline unsigned char* shared_address(const void* pointer) { return static_cast<unsigned char*>(const_cast<void*>(pointer)); }
@@ -272,8 +278,10 @@ inline float of_block(const float* mine, int) { return *mine; }
 #define rsqrtf(x) (1.0f / std::sqrt(x))
 #define __float_as_uint ::sf::test::fibers::bits_of
 #define __uint_as_float ::sf::test::fibers::float_of
+#define __int_as_float(x) ::sf::test::fibers::float_of(static_cast<uint32_t>(x))
 #define __byte_perm ::sf::test::fibers::choose_bytes
 #define atomicMax ::sf::test::fibers::raise
+#define atomicAdd ::sf::test::fibers::add
 #define cudaMemsetAsync(to, value, bytes, stream) (std::memset(to, value, bytes), cudaSuccess)
 #define cudaFuncSetAttribute(...) cudaSuccess
 #define cudaGetLastError() cudaSuccess

@@ -95,7 +95,7 @@ TEST_CASE("cuda: rms_norm and residual_rms_norm") {
   struct Shape {
     int64_t r, h;
   };
-  for (const Shape& shape : {Shape{5, 8}, Shape{3, 7}, Shape{1, 8}, Shape{300, 4096}, Shape{7, 2056}, Shape{2, 12296}}) {
+  for (const Shape& shape : {Shape{5, 8}, Shape{3, 7}, Shape{1, 8}, Shape{300, 4096}, Shape{7, 2056}, Shape{700, 5120}, Shape{3, 8192}, Shape{2, 12296}}) {
     const std::string name = std::to_string(shape.r) + " x " + std::to_string(shape.h);
     const at::Tensor x = random({1, shape.r, shape.h}), weight = random({shape.h}), residual = random({1, shape.r, shape.h});
     compare_both("rms_norm " + name, [](const Tensors& in, at::Device) { return Tensors{cpu_ops().rms_norm(in[0], in[1], 1e-6)}; }, {x, weight});
@@ -123,7 +123,7 @@ TEST_CASE("cuda: head_norm_rope") {
     bool has_weight;
   };
   for (const Shape& shape : {Shape{2, 5, 3, 8, 4, 2, true}, Shape{2, 3, 32, 128, 64, 1, true}, Shape{1, 9, 2, 80, 20, 1, true}, Shape{2, 4, 9, 64, 32, 2, false},
-                             Shape{1, 2, 1, 256, 128, 1, true}, Shape{2, 700, 2, 128, 64, 2, true}, Shape{1, 3, 2, 96, 16, 1, true}}) {
+                             Shape{1, 2, 1, 256, 128, 1, true}, Shape{2, 700, 2, 128, 64, 2, true}, Shape{1, 3, 2, 96, 16, 1, true}, Shape{2, 9, 11, 64, 32, 1, true}, Shape{1, 300, 33, 128, 64, 1, true}}) {
     const at::Tensor angle = random({shape.angle_rows, shape.q, shape.f}, at::kFloat).mul(3);
     const Operation operation = [=](const Tensors& in, at::Device device) {
       const auto type = device.is_cpu() ? at::kDouble : at::kFloat;
@@ -145,7 +145,7 @@ TEST_CASE("cuda: grouped_convolution") {
   };
   for (const Shape& shape : {Shape{2, 3, 4, 2, 64, 4}, Shape{1, 5, 3, 3, 24, 3}, Shape{1, 2, 2, 4, 8, 8}, Shape{2, 40, 16, 2, 4096, 256}, Shape{1, 3, 7, 1, 96, 6},
                              Shape{1, 300, 5, 2, 40, 5}, Shape{1, 3, 2, 3, 512, 2},
-                             Shape{1, 9, 7, 2, 512, 128}, Shape{2, 5, 3, 2, 1024, 8}, Shape{1, 600, 1, 2, 512, 16}, Shape{1, 520, 4, 2, 512, 64}}) {
+                             Shape{1, 9, 7, 2, 512, 128}, Shape{2, 5, 3, 2, 1024, 8}, Shape{1, 600, 1, 2, 512, 16}, Shape{1, 300, 5, 2, 2048, 128}, Shape{1, 520, 4, 2, 512, 64}}) {
     const int64_t q = shape.blocks * shape.block;
     const at::Tensor deltas = random({shape.b, q, 2, shape.taps, shape.groups}), bases = random({2, shape.taps, shape.h});
     // One side of a projection: rows of coefficients lie apart.
@@ -207,6 +207,9 @@ TEST_CASE("cuda: block attention") {
       {"one context token", 1, 1, 3, 16, 2, 2, 128},
       {"groups of 16", 1, 70, 5, 16, 16, 1, 64},
       {"many tiles", 1, 700, 96, 16, 4, 1, 128},
+      {"rows and heads enough for two warpgroups a block", 1, 150, 37, 14, 64, 8, 64},
+      {"the same, causal, anchors in any order", 1, 200, 37, 14, 64, 16, 128, 0, true, false},
+      {"the same, sliding", 2, 330, 37, 14, 64, 16, 128, 90},
   };
   for (const Setting& set : settings) {
     at::Tensor anchors = at::randint(set.s, {set.b, set.w}, at::kLong);
@@ -228,7 +231,7 @@ TEST_CASE("cuda: attention of an unrolled draft, with none, one and several late
   struct Shape {
     int64_t b, s, n, m, e, x;
   };
-  for (const Shape& shape : {Shape{2, 70, 4, 2, 64, 0}, Shape{1, 150, 8, 2, 128, 1}, Shape{2, 133, 4, 4, 64, 6}, Shape{1, 40, 6, 2, 128, 3}, Shape{1, 300, 8, 1, 128, 2}}) {
+  for (const Shape& shape : {Shape{2, 70, 4, 2, 64, 0}, Shape{1, 150, 8, 2, 128, 1}, Shape{2, 133, 4, 4, 64, 6}, Shape{1, 40, 6, 2, 128, 3}, Shape{1, 300, 8, 1, 128, 2}, Shape{1, 520, 64, 8, 64, 2}}) {
     Tensors inputs = {random({shape.b, shape.s, shape.n, shape.e}), random({shape.b, shape.s, shape.m, shape.e}), random({shape.b, shape.s, shape.m, shape.e})};
     for (int64_t i = 0; i < 2 * shape.x; ++i) {
       inputs.push_back(random({shape.b, shape.s, shape.m, shape.e}));

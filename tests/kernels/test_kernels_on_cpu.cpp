@@ -4,10 +4,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -112,7 +114,7 @@ void check_convolution(const ConvolutionShape& shape) {
   CAPTURE(groups);
   const int64_t rows = blocks * j, group_size = h / groups, stride = 2 * taps * groups;  // one of two sides of coefficients
   Numbers<T> x(rows * h), grad_y(rows * h), delta(rows * stride), base(taps * h), y(rows * h), grad_x(rows * h), grad_delta(rows * taps * groups), grad_base(taps * h);
-  Numbers<float> partial(convolution_partials(blocks) * taps * h);
+  Numbers<float> partial(convolution_partials(blocks, h) * taps * h);
   for (Numbers<T>* in : {&x, &grad_y, &delta, &base}) {
     in->draw();
   }
@@ -158,7 +160,7 @@ void check_norm(int64_t r, int64_t h, bool has_residual, bool wants_weight, bool
   CAPTURE(wants_weight);
   CAPTURE(has_other);
   Numbers<T> x(r * h), residual(r * h), weight(h), grad_y(r * h), other_grad_y(r * h), grad_sum(r * h), sum(r * h), y(r * h), grad_x(r * h), grad_weight(h);
-  Numbers<float> inverse(r), partial(rms_norm_partials(r) * h);
+  Numbers<float> inverse(r), partial(rms_norm_partials(r, h) * h);
   for (Numbers<T>* in : {&x, &residual, &weight, &grad_y, &other_grad_y, &grad_sum}) {
     in->draw();
   }
@@ -303,6 +305,56 @@ void check_swiglu(int64_t count) {
   check_near("gradient of up", grad_up, up_found);
 }
 
+// What a row's kernel says against sorted numbers in float64; `kind` 0: random, 1: few distinct values, 2: all equal, 3: zeros of both signs.
+template <class T>
+void check_rows(int64_t r, int64_t v, int64_t k, float multiplier, float softcap, int kind) {
+  CAPTURE(v);
+  CAPTURE(k);
+  CAPTURE(softcap);
+  CAPTURE(kind);
+  Numbers<T> logits(r * v);
+  logits.draw();
+  for (int64_t i = 0; i < r * v && kind != 0; ++i) {
+    const float x = std::round(static_cast<float>(logits.at(i)));
+    logits.set(i, kind == 1 ? x : kind == 2 ? 1.5F : x > 0 ? 0.0F : -0.0F);
+  }
+  Numbers<float> lse(r), nll(r), most(r), values(r * k), wanted_values(r);
+  std::vector<int64_t> labels, wanted, argmax(static_cast<size_t>(r), -1), ids(static_cast<size_t>(r * k), -1);
+  for (int64_t i = 0; i < r; ++i) {
+    labels.push_back(static_cast<int64_t>(generator()() % static_cast<uint64_t>(v)));
+    wanted.push_back(static_cast<int64_t>(generator()() % static_cast<uint64_t>(v)));
+  }
+  check_started(head_rows_forward({.type = kType<T>, .r = r, .v = v, .k = k, .multiplier = multiplier, .softcap = softcap, .logits_rv = logits.data(), .labels_r = labels.data(), .wanted_r = wanted.data(),
+                                   .log_sum_exp_r = lse.data(), .nll_r = nll.data(), .argmax_r = argmax.data(), .max_probability_r = most.data(), .top_values_rk = values.data(), .top_ids_rk = ids.data(),
+                                   .wanted_values_r = wanted_values.data()}, nullptr));
+  for (int64_t row = 0; row < r; ++row) {
+    Doubles u;
+    for (int64_t i = 0; i < v; ++i) {
+      const float x = static_cast<float>(logits.at(row * v + i)) * multiplier;
+      u.push_back(softcap > 0 ? softcap * std::tanh(x / softcap) : x);
+    }
+    std::vector<int64_t> order(static_cast<size_t>(v));
+    std::iota(order.begin(), order.end(), 0);
+    const auto value = [&](int64_t i) { return u[static_cast<size_t>(i)]; };
+    std::stable_sort(order.begin(), order.end(), [&](int64_t i, int64_t other) { return value(i) > value(other); });
+    double total = 0;
+    for (const double x : u) {
+      total += std::exp(x - value(order[0]));
+    }
+    const auto at = static_cast<size_t>(row);
+    CHECK(std::abs(lse.at(row) - (value(order[0]) + std::log(total))) < 1e-5);
+    CHECK(std::abs(most.at(row) - 1 / total) < 1e-5 / total);
+    CHECK(std::abs(nll.at(row) - (value(order[0]) + std::log(total) - value(labels[at]))) < 1e-5);
+    CHECK(wanted_values.at(row) == value(wanted[at]));
+    CHECK((kind == 3 ? value(argmax[at]) == value(order[0]) : argmax[at] == order[0]));
+    for (int64_t i = 0; i < k; ++i) {
+      const int64_t id = ids[static_cast<size_t>(row * k + i)];
+      CHECK(values.at(row * k + i) == value(order[static_cast<size_t>(i)]));
+      CHECK((kind == 3 ? value(id) == values.at(row * k + i) : id == order[static_cast<size_t>(i)]));
+    }
+  }
+}
+
 // Bytes at a multiple of 16.
 class Bytes {
  public:
@@ -379,7 +431,7 @@ void check_encode(int64_t r, int64_t c, Float8 format, bool row_wise, bool is_ba
 }  // namespace
 
 TEST_CASE("on the CPU: the convolution's kernels, with two taps and whole rows and otherwise") {
-  for (const ConvolutionShape& shape : {ConvolutionShape{3, 4, 2, 512, 32}, {9, 7, 2, 512, 128}, {5, 3, 2, 1024, 8}, {40, 1, 2, 512, 16}, {3, 5, 3, 96, 6}, {2, 4, 2, 64, 4}, {3, 2, 4, 8, 8}}) {
+  for (const ConvolutionShape& shape : {ConvolutionShape{3, 4, 2, 512, 32}, {9, 7, 2, 512, 128}, {5, 3, 2, 1024, 8}, {7, 5, 2, 2048, 128}, {3, 1, 2, 1024, 64}, {40, 1, 2, 512, 16}, {3, 5, 3, 96, 6}, {2, 4, 2, 64, 4}, {3, 2, 4, 8, 8}}) {
     check_convolution<Bf16>(shape);
     check_convolution<float>(shape);
   }
@@ -396,13 +448,14 @@ TEST_CASE("on the CPU: row norms, rows that fit a block of threads and longer on
         }
       }
       check_norm<Bf16>(1100, 64, has_residual, wants_weight, has_residual);  // more rows than blocks
+      check_norm<Bf16>(2, has_residual ? 8192 : 5120, has_residual, wants_weight, wants_weight);
     }
   }
 }
 
 TEST_CASE("on the CPU: norm and rotation of heads, all of a head in pairs, by vectors, and otherwise") {
   for (const bool has_weight : {true, false}) {
-    for (const HeadShape& shape : {HeadShape{3, 5, 128, 64, 3}, {4, 2, 64, 32, 2}, {5, 3, 96, 32, 5}, {2, 1, 32, 16, 2}, {400, 8, 128, 64, 200}}) {
+    for (const HeadShape& shape : {HeadShape{3, 5, 128, 64, 3}, {4, 2, 64, 32, 2}, {5, 3, 96, 32, 5}, {7, 9, 128, 64, 7}, {9, 3, 64, 32, 3}, {3, 33, 64, 32, 3}, {2, 1, 32, 16, 2}, {400, 8, 128, 64, 200}}) {
       check_heads<Bf16>(shape, has_weight);
     }
     check_heads<float>({3, 5, 128, 64, 3}, has_weight);
@@ -414,6 +467,19 @@ TEST_CASE("on the CPU: swiglu and its gradients") {
     check_swiglu<Bf16>(count);
     check_swiglu<float>(count);
   }
+}
+
+TEST_CASE("on the CPU: rows of logits, by vectors and one by one, with ties, more equal logits than are ranked at once, and zeros of both signs") {
+  for (const int kind : {0, 1, 2, 3}) {
+    check_rows<Bf16>(2, 24, 5, 1, 0, kind);
+    check_rows<Bf16>(2, 1003, 16, 1, 0, kind);
+    check_rows<Bf16>(2, 40008, 16, 1, 0, kind);
+    check_rows<Bf16>(1, 20000, 32, 0.7F, 3, kind);
+    check_rows<float>(2, 9004, 16, 1, 0, kind);
+    check_rows<float>(1, 777, 8, 0.7F, 3, kind);
+  }
+  check_rows<Bf16>(2, 7, 7, 1, 0, 0);
+  check_rows<Bf16>(2, 5000, 0, 1, 0, 0);
 }
 
 TEST_CASE("on the CPU: float8 casts, byte for byte, with NaN under an infinite magnitude and zeros behind the rows") {

@@ -17,9 +17,10 @@ inline Error last_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
+// Dynamic shared memory for a kernel that has at most 16 KiB beside it: both together are 48 KiB without asking.
 template <class Kernel>
 Error allow_shared(Kernel kernel, size_t bytes) {
-  if (bytes <= 48 * 1024) {
+  if (bytes <= 32 * 1024) {
     return nullptr;
   }
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
@@ -82,9 +83,21 @@ int device_attribute() {
 inline bool clusters_are_there() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 inline int processor_count() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// A kernel that is brought in while the one before it ends, where the device can: it calls wait_for_before() before it touches memory. `cluster` blocks of x make a cluster.
+// Bytes of shared memory that a block can have.
+inline int shared_most() {
+  static const int most = [] {
+    int device = 0, found = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&found, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return found;
+  }();
+  return most;
+}
+
+// A kernel that is brought in while the one before it ends, where the device can: it calls wait_for_before() before it touches memory. `cluster` blocks of x make a cluster, `bytes` are
+// dynamic shared memory.
 template <class... Parameters, class... Arguments>
-Error launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster, cudaStream_t stream, const Arguments&... arguments) {
+Error launch_early_with_shared(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigned cluster, size_t bytes, cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -93,11 +106,16 @@ Error launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, unsigne
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = !clusters_are_there() ? 0 : cluster > 1 ? 2 : 1;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+template <class Kernel, class... Arguments>
+Error launch_early(Kernel kernel, dim3 grid, dim3 block, unsigned cluster, cudaStream_t stream, const Arguments&... arguments) {
+  return launch_early_with_shared(kernel, grid, block, cluster, 0, stream, arguments...);
 }
 // Lets the next kernel of launch_early() come in now; it waits there. All blocks have to call this or end.
 __device__ inline void let_next_come() {

@@ -251,109 +251,162 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadNormRope a) {
   write_partial(a, sums, e);
 }
 
-// The same where a head is two sides of pairs and nothing else: kLanes lanes take a head, eight pairs each, by accesses of 16 bytes, and a warp takes 32 / kLanes heads. Groups of
-// lanes walk over all heads of all rows; the next head is on its way while one is turned.
+// The same where a head is two sides of pairs and nothing else: kLanes lanes take a head, eight pairs each, by accesses of 16 bytes, and a warp takes kSlots = 32 / kLanes heads of a
+// row in a step. Each warp walks over its own run of steps, rows in order, so that a row's angles are read once by most; the next steps are on their way into shared memory meanwhile.
+template <class T, int kLanes, bool kBackward>
+struct PairsShared {
+  static constexpr int kStages = 4, kSlots = 32 / kLanes, f = 8 * kLanes;
+
+  struct Stage {
+    Vector<T, 8> pieces[kBackward ? 2 : 1][2][32];
+    float angles[2][f];       // of the row that begins with this step
+    float inverses[kSlots];
+  };
+  Stage stages[kWarps][kStages];
+};
+
 template <class T, int kLanes, bool kBackward>
 __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) pairs_kernel(HeadNormRope a) {
-  constexpr int f = 8 * kLanes, e = 2 * f, kGroups = kThreads / kLanes;
-  using Numbers = Vector<T, 8>;
-  struct Sides {
-    Numbers first, second;
-  };
-  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-  const auto read = [&](const void* from, int64_t place) {
-    const T* const at = static_cast<const T*>(from) + place * e + lane * 8;
-    return Sides{*reinterpret_cast<const Numbers*>(at), *reinterpret_cast<const Numbers*>(at + f)};
-  };
+  using Shared = PairsShared<T, kLanes, kBackward>;
+  constexpr int f = Shared::f, e = 2 * f, kSlots = Shared::kSlots, kStages = Shared::kStages, kGroups = kThreads / kLanes;
+  extern __shared__ float memory[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, slot = lane / kLanes;
+  auto& stages = reinterpret_cast<Shared*>(memory)->stages[warp];
   const bool norms = a.weight_e != nullptr, reads_x = norms || !kBackward;
-  const auto weight = norms ? read(a.weight_e, 0) : Sides{};
-  const int64_t count = a.rows * a.heads, step = static_cast<int64_t>(gridDim.x) * kGroups, start = static_cast<int64_t>(blockIdx.x) * kGroups + group;
-  Sides next_x{}, next_g{};
-  float next_inverse = 0, total[2][8] = {};
-  const auto fetch = [&](int64_t place) {
-    if (place < count) {
-      if (reads_x) {
-        next_x = read(a.x_rne, place);
-      }
-      if (kBackward) {
-        next_g = read(a.grad_y_rne, place);
-        next_inverse = norms ? a.inverse_rn[place] : 0.0f;
+  const int heads = static_cast<int>(a.heads), steps = (heads + kSlots - 1) / kSlots, angle_rows = static_cast<int>(a.angle_rows);
+  const int64_t all = a.rows * steps, warps = static_cast<int64_t>(gridDim.x) * kWarps, mine = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  const int64_t begin = all * mine / warps, end = all * (mine + 1) / warps;
+
+  struct Place {
+    int64_t row;
+    int step, angle_row;
+
+    __device__ void go_on(int of_row, int rows_of_angles) {
+      if (++step == of_row) {
+        step = 0;
+        ++row;
+        angle_row = angle_row + 1 == rows_of_angles ? 0 : angle_row + 1;
       }
     }
   };
-  fetch(start);
-  uint32_t most = 0;
-  for (int64_t place = start, begin = start - group; begin < count; place += step, begin += step) {  // lanes of a warp stay together for their sums
-    const bool inside = place < count;
-    const Sides x = next_x, g = next_g;
-    const float known_inverse = next_inverse;
-    fetch(place + step);
-    float cos[8], sin[8], first[8], second[8];
-    {
-      const int64_t from = (inside ? place / a.heads % a.angle_rows : 0) * f + lane * 8;
-      float part[4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        load(part, a.cos_rf + from + half * 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          cos[half * 4 + i] = part[i];
+  Place here{begin / steps, static_cast<int>(begin % steps), static_cast<int>(begin / steps % angle_rows)}, coming = here;
+  const auto fetch = [&](int64_t i, int stage) {
+    if (i < end) {
+      auto& to = stages[stage];
+      const int head = coming.step * kSlots + slot;
+      const int64_t place = coming.row * heads + head, from = place * e + part * 8;
+      if (head < heads) {
+        if (reads_x) {
+          copy_async<16>(shared_address(&to.pieces[0][0][lane]), static_cast<const T*>(a.x_rne) + from, true);
+          copy_async<16>(shared_address(&to.pieces[0][1][lane]), static_cast<const T*>(a.x_rne) + from + f, true);
         }
-        load(part, a.sin_rf + from + half * 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sin[half * 4 + i] = part[i];
+        if constexpr (kBackward) {
+          copy_async<16>(shared_address(&to.pieces[1][0][lane]), static_cast<const T*>(a.grad_y_rne) + from, true);
+          copy_async<16>(shared_address(&to.pieces[1][1][lane]), static_cast<const T*>(a.grad_y_rne) + from + f, true);
+          if (norms && part == 0) {
+            copy_async<4>(shared_address(&to.inverses[slot]), a.inverse_rn + place, true);
+          }
         }
       }
+      if ((coming.step == 0 || i == begin) && lane < f / 2) {
+        const int side = lane / (f / 4), column = lane % (f / 4) * 4;
+        copy_async<16>(shared_address(&to.angles[side][column]), (side == 0 ? a.cos_rf : a.sin_rf) + static_cast<int64_t>(coming.angle_row) * f + column, true);
+      }
+      coming.go_on(steps, angle_rows);
     }
+    copies_commit();
+  };
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    fetch(begin + i, i);
+  }
+  Vector<T, 8> weight[2] = {};
+  if (norms) {
+    weight[0] = *reinterpret_cast<const Vector<T, 8>*>(static_cast<const T*>(a.weight_e) + part * 8);
+    weight[1] = *reinterpret_cast<const Vector<T, 8>*>(static_cast<const T*>(a.weight_e) + f + part * 8);
+  }
+  float cos[8], sin[8], total[2][8] = {};
+  uint32_t most = 0;
+  int stage = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    __syncwarp();  // all have read what the next copies overwrite
+    fetch(i + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);
+    copies_wait<kStages - 1>();
+    __syncwarp();
+    auto& from = stages[stage];
+    if (here.step == 0 || i == begin) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        cos[n] = from.angles[0][part * 8 + n];
+        sin[n] = from.angles[1][part * 8 + n];
+      }
+    }
+    const int head = here.step * kSlots + slot;
+    const bool inside = head < heads;
+    const int64_t place = here.row * heads + head;
+    float first[8], second[8];
     if constexpr (!kBackward) {
-      float inverse = 1;
+      load(first, &from.pieces[0][0][lane].at[0]);
+      load(second, &from.pieces[0][1][lane].at[0]);
       if (norms) {
         float squares = 0;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float u = to_float(x.first.at[i]), v = to_float(x.second.at[i]);
-          squares += u * u + v * v;
+        for (int n = 0; n < 8; ++n) {
+          squares += first[n] * first[n] + second[n] * second[n];
         }
-        inverse = rsqrtf(warp_sum<kLanes>(squares) / static_cast<float>(e) + static_cast<float>(a.eps));
-        if (inside && lane == 0) {
+        const float inverse = rsqrtf(warp_sum<kLanes>(squares) / static_cast<float>(e) + static_cast<float>(a.eps));
+        if (inside && part == 0) {
           a.inverse_rn[place] = inverse;
         }
-      }
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float u = to_float(x.first.at[i]) * (norms ? inverse * to_float(weight.first.at[i]) : 1.0f);
-        const float v = to_float(x.second.at[i]) * (norms ? inverse * to_float(weight.second.at[i]) : 1.0f);
-        first[i] = u * cos[i] - v * sin[i];
-        second[i] = v * cos[i] + u * sin[i];
-      }
-    } else {
-      float along = 0;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const float u = to_float(g.first.at[i]), v = to_float(g.second.at[i]);
-        first[i] = u * cos[i] + v * sin[i];
-        second[i] = v * cos[i] - u * sin[i];
-        if (norms) {
-          const float unit = to_float(x.first.at[i]) * known_inverse, other = to_float(x.second.at[i]) * known_inverse;
-          total[0][i] += inside ? first[i] * unit : 0.0f;
-          total[1][i] += inside ? second[i] * other : 0.0f;
-          first[i] *= to_float(weight.first.at[i]);
-          second[i] *= to_float(weight.second.at[i]);
-          along += first[i] * unit + second[i] * other;
+        for (int n = 0; n < 8; ++n) {
+          first[n] *= inverse * to_float(weight[0].at[n]);
+          second[n] *= inverse * to_float(weight[1].at[n]);
         }
       }
-      if (norms) {
-        along = warp_sum<kLanes>(along) / static_cast<float>(e);
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          first[i] = (first[i] - to_float(x.first.at[i]) * known_inverse * along) * known_inverse;
-          second[i] = (second[i] - to_float(x.second.at[i]) * known_inverse * along) * known_inverse;
+      for (int n = 0; n < 8; ++n) {
+        const float u = first[n], v = second[n];
+        first[n] = u * cos[n] - v * sin[n];
+        second[n] = v * cos[n] + u * sin[n];
+      }
+    } else {
+      load(first, &from.pieces[1][0][lane].at[0]);
+      load(second, &from.pieces[1][1][lane].at[0]);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float u = first[n], v = second[n];
+        first[n] = u * cos[n] + v * sin[n];
+        second[n] = v * cos[n] - u * sin[n];
+      }
+      if (norms) {
+        const float inverse = inside ? from.inverses[slot] : 0.0f;
+        float x[2][8], along = 0;
+        load(x[0], &from.pieces[0][0][lane].at[0]);
+        load(x[1], &from.pieces[0][1][lane].at[0]);
+        const auto scale = [&](float& gradient, float& sum, float value, T w) {
+          gradient *= inverse;
+          sum += gradient * value;
+          gradient *= to_float(w);
+          along += gradient * value;
+        };
+        if (inside) {  // elsewhere the pieces hold nothing
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            scale(first[n], total[0][n], x[0][n], weight[0].at[n]);
+            scale(second[n], total[1][n], x[1][n], weight[1].at[n]);
+          }
+        }
+        const float back = warp_sum<kLanes>(along) / static_cast<float>(e) * inverse * inverse;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          first[n] -= x[0][n] * back;
+          second[n] -= x[1][n] * back;
         }
       }
     }
     if (inside) {
-      T* const to = static_cast<T*>(kBackward ? a.grad_x_rne : a.y_rne) + place * e + lane * 8;
+      T* const to = static_cast<T*>(kBackward ? a.grad_x_rne : a.y_rne) + place * e + part * 8;
       store(to, first);
       store(to + f, second);
       if (kBackward && a.amax != nullptr) {
@@ -361,17 +414,22 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) pairs_kernel(Head
         note(most, second);
       }
     }
+    here.go_on(steps, angle_rows);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
+  copies_wait<0>();
   if constexpr (kBackward) {
     warp_amax_of<T>(most, a.amax);
     if (a.grad_weight_e == nullptr) {
       return;
     }
-    __shared__ float sums[kGroups][e + 1];
+    __syncthreads();  // pieces are no longer wanted
+    static_assert(sizeof(float[kGroups][e + 1]) <= sizeof(Shared));
+    auto& sums = *reinterpret_cast<float(*)[kGroups][e + 1]>(memory);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      sums[group][lane * 8 + i] = total[0][i];
-      sums[group][f + lane * 8 + i] = total[1][i];
+    for (int n = 0; n < 8; ++n) {
+      sums[warp * kSlots + slot][part * 8 + n] = total[0][n];
+      sums[warp * kSlots + slot][f + part * 8 + n] = total[1][n];
     }
     write_partial(a, sums, e);
   }
@@ -379,18 +437,20 @@ __global__ void __launch_bounds__(kThreads, kBackward ? 2 : 3) pairs_kernel(Head
 
 // float32 has pieces of 32 bytes there; it goes the general way.
 template <class T>
-auto pairs_kernel_for(const HeadNormRope& a, bool backward) -> void (*)(HeadNormRope) {
-  if constexpr (sizeof(T) == 2) {
-    const bool aligned = backward ? are_aligned(a.x_rne, a.weight_e, a.cos_rf, a.sin_rf, a.grad_y_rne, a.grad_x_rne)
-                                  : are_aligned(a.x_rne, a.weight_e, a.cos_rf, a.sin_rf, a.y_rne);
-    if (aligned && a.e == 2 * a.f && (a.f == 64 || a.f == 32)) {
-      if (a.f == 64) {
-        return backward ? pairs_kernel<T, 8, true> : pairs_kernel<T, 8, false>;
-      }
-      return backward ? pairs_kernel<T, 4, true> : pairs_kernel<T, 4, false>;
-    }
+bool goes_by_pairs(const HeadNormRope& a, bool backward) {
+  const bool aligned = backward ? are_aligned(a.x_rne, a.weight_e, a.cos_rf, a.sin_rf, a.grad_y_rne, a.grad_x_rne)
+                                : are_aligned(a.x_rne, a.weight_e, a.cos_rf, a.sin_rf, a.y_rne);
+  return sizeof(T) == 2 && aligned && a.e == 2 * a.f && (a.f == 64 || a.f == 32);
+}
+
+template <class T, int kLanes, bool kBackward>
+Error run_pairs(const HeadNormRope& a, int64_t grid, cudaStream_t stream) {
+  constexpr size_t bytes = sizeof(PairsShared<T, kLanes, kBackward>);
+  if (Error error = allow_shared(pairs_kernel<T, kLanes, kBackward>, bytes)) {
+    return error;
   }
-  return nullptr;
+  pairs_kernel<T, kLanes, kBackward><<<static_cast<unsigned>(grid), kThreads, bytes, stream>>>(a);
+  return last_error();
 }
 
 constexpr int64_t kForwardBlocks = 396;
@@ -400,9 +460,13 @@ bool is_small(const HeadNormRope& a) { return a.f <= 64 && a.e == 2 * a.f; }
 template <class T>
 Error forward(const HeadNormRope& a, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(a.rows);
-  if (const auto kernel = pairs_kernel_for<T>(a, false)) {
-    kernel<<<grid < kForwardBlocks ? grid : static_cast<unsigned>(kForwardBlocks), kThreads, 0, stream>>>(a);
-  } else if (is_small(a)) {
+  if constexpr (sizeof(T) == 2) {
+    if (goes_by_pairs<T>(a, false)) {
+      const int64_t blocks = a.rows < kForwardBlocks ? a.rows : kForwardBlocks;
+      return a.f == 64 ? run_pairs<T, 8, false>(a, blocks, stream) : run_pairs<T, 4, false>(a, blocks, stream);
+    }
+  }
+  if (is_small(a)) {
     forward_kernel<T, 1, 0><<<grid, kThreads, 0, stream>>>(a);
   } else {
     forward_kernel<T, 2, 4><<<grid, kThreads, 0, stream>>>(a);
@@ -411,16 +475,24 @@ Error forward(const HeadNormRope& a, cudaStream_t stream) {
 }
 
 template <class T>
-Error backward(const HeadNormRope& a, cudaStream_t stream) {
-  const auto grid = static_cast<unsigned>(head_norm_partials(a.rows));
-  if (const auto kernel = pairs_kernel_for<T>(a, true)) {
-    kernel<<<grid, kThreads, 0, stream>>>(a);
-  } else if (is_small(a)) {
-    backward_kernel<T, 1, 0><<<grid, kThreads, 0, stream>>>(a);
-  } else {
-    backward_kernel<T, 2, 4><<<grid, kThreads, 0, stream>>>(a);
+Error backward_rows(const HeadNormRope& a, int64_t grid, cudaStream_t stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (goes_by_pairs<T>(a, true)) {
+      return a.f == 64 ? run_pairs<T, 8, true>(a, grid, stream) : run_pairs<T, 4, true>(a, grid, stream);
+    }
   }
-  if (Error error = last_error()) {
+  if (is_small(a)) {
+    backward_kernel<T, 1, 0><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(a);
+  } else {
+    backward_kernel<T, 2, 4><<<static_cast<unsigned>(grid), kThreads, 0, stream>>>(a);
+  }
+  return last_error();
+}
+
+template <class T>
+Error backward(const HeadNormRope& a, cudaStream_t stream) {
+  const int64_t grid = head_norm_partials(a.rows);
+  if (Error error = backward_rows<T>(a, grid, stream)) {
     return error;
   }
   return a.grad_weight_e == nullptr ? nullptr : sum_partials(a.type, a.partial_pe, grid, a.e, a.grad_weight_e, stream);

@@ -7,7 +7,7 @@
 namespace sf::cuda {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kFound = 1024;  // candidates that are ranked at once; more of them (many equal logits) take the slow way
 constexpr int kMostCandidates = static_cast<int>(kHeadCandidates);
 constexpr float kLog2E = 1.4426950408889634f;
@@ -76,18 +76,40 @@ struct Shared {
   Key threshold;
 };
 
-// Calls body(column, value) for the columns of all owners, shared out over the block.
+// Calls body(column, value) for the columns of all owners that are at least `least`, shared out over the block. A vector whose largest is less is done with at once.
 template <class T, int N, class Body>
-__device__ void each_owned(const Shared& shared, const HeadRowsForward& a, const T* row, Body&& body) {
-  const int rounds = static_cast<int>((a.v + kThreads * N - 1) / (kThreads * N));
-  for (int i = threadIdx.x; i < shared.owners_count * rounds; i += kThreads) {
-    const int64_t c = (static_cast<int64_t>(i % rounds) * kThreads + shared.owners[i / rounds]) * N;
-    if (c < a.v) {
-      float x[N];
-      load(x, row + c);
+__device__ void each_owned(const Shared& shared, const HeadRowsForward& a, const T* row, float least, Body&& body) {
+  const int rounds = static_cast<int>((a.v + kThreads * N - 1) / (kThreads * N)), count = shared.owners_count * rounds;
+  constexpr int kTogether = 2;
+  for (int begin = threadIdx.x; begin < count; begin += kTogether * kThreads) {
+    Vector<T, N> pieces[kTogether];
+    int64_t columns[kTogether];
+#pragma unroll
+    for (int together = 0; together < kTogether; ++together) {
+      const int i = begin + together * kThreads;
+      columns[together] = i < count ? (static_cast<int64_t>(i % rounds) * kThreads + shared.owners[i / rounds]) * N : a.v;
+      if (columns[together] < a.v) {
+        pieces[together] = *reinterpret_cast<const Vector<T, N>*>(row + columns[together]);
+      }
+    }
+#pragma unroll
+    for (int together = 0; together < kTogether; ++together) {
+      if (columns[together] >= a.v) {
+        continue;
+      }
+      float x[N], largest = -INFINITY;
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        body(c + n, transform(x[n], a.multiplier, a.softcap));
+        x[n] = transform(to_float(pieces[together].at[n]), a.multiplier, a.softcap);
+        largest = fmaxf(largest, x[n]);
+      }
+      if (largest >= least) {
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+          if (x[n] >= least) {
+            body(columns[together] + n, x[n]);
+          }
+        }
       }
     }
   }
@@ -142,9 +164,10 @@ __device__ void find_top(Shared& shared, const HeadRowsForward& a, const T* row,
   }
   __syncthreads();
   const Key threshold = shared.threshold;
-  each_owned<T, N>(shared, a, row, [&](int64_t column, float value) {
+  const float least_value = shared.owners_count < k ? -INFINITY : key_value(threshold);
+  each_owned<T, N>(shared, a, row, least_value, [&](int64_t column, float value) {
     const Key key = make_key(value, column);
-    if (key >= threshold && value == value) {
+    if (key >= threshold) {
       const int place = atomicAdd(&shared.found_count, 1);
       if (place < kFound) {
         shared.found[place] = key;
@@ -174,9 +197,9 @@ __device__ void find_top(Shared& shared, const HeadRowsForward& a, const T* row,
   Key last = ~0ull;
   for (int i = 0; i < k; ++i) {
     Key best = 0;
-    each_owned<T, N>(shared, a, row, [&](int64_t column, float value) {
+    each_owned<T, N>(shared, a, row, least_value, [&](int64_t column, float value) {
       const Key key = make_key(value, column);
-      if (value == value && key < last && key > best) {
+      if (key < last && key > best) {
         best = key;
       }
     });
@@ -188,46 +211,129 @@ __device__ void find_top(Shared& shared, const HeadRowsForward& a, const T* row,
   }
 }
 
-template <class T, int N, bool kPlain>
-__global__ void __launch_bounds__(kThreads) forward_kernel(HeadRowsForward a) {
-  __shared__ Shared shared;
-  const T* row = static_cast<const T*>(a.logits_rv) + static_cast<int64_t>(blockIdx.x) * a.v;
-  constexpr int kAtOnce = 4;  // vectors in flight
-  float most = -INFINITY, sum = 0;
-  int64_t most_column = 0;
-  for (int64_t begin = static_cast<int64_t>(threadIdx.x) * N; begin < a.v; begin += static_cast<int64_t>(kThreads) * N * kAtOnce) {
-    float x[kAtOnce][N];
+// What a thread knows of the columns it has seen. Which element of `best` is the largest is looked for once, at the end.
+template <class T, int N>
+struct Seen {
+  float most = -INFINITY, sum = 0;  // sum of exp(x - most)
+  int column = 0;                   // where `best` begins
+  Vector<T, N> best{};
+};
+
+// The largest of a vector, NaN passed over.
+template <class T, int N>
+__device__ inline float largest_of(const Vector<T, N>& piece) {
+  if constexpr (sizeof(T) == 2 && N == 8) {
+    const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&piece);
+    const __nv_bfloat162 most = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(__low2float(most), __high2float(most));
+  } else {
+    float most = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
-      if (c < a.v) {
-        load(x[i], row + c);
+    for (int n = 0; n < N; ++n) {
+      most = fmaxf(most, to_float(piece.at[n]));
+    }
+    return most;
+  }
+}
+
+// Adds kCount vectors; the columns of one begin kThreads * N behind those of the last.
+template <class T, int N, bool kPlain, int kCount>
+__device__ inline void see(Seen<T, N>& seen, const HeadRowsForward& a, const Vector<T, N> (&pieces)[kCount], int begin, int v) {
+  const float before = seen.most;
+  float x[kCount][N];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int c = begin + i * kThreads * N;
+    if (c < v) {
+      float largest = kPlain ? largest_of(pieces[i]) : -INFINITY;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        x[i][n] = to_float(pieces[i].at[n]);
+        if (!kPlain) {
+          x[i][n] = transform(x[i][n], a.multiplier, a.softcap);
+          largest = fmaxf(largest, x[i][n]);
+        }
+      }
+      if (largest > seen.most) {
+        seen.most = largest;
+        seen.column = c;
+        seen.best = pieces[i];
       }
     }
+  }
+  if (seen.most != before) {
+    seen.sum *= exp2_fast((before - seen.most) * kLog2E);  // 0 the first time
+  }
+  const float base = seen.most == -INFINITY ? 0.0f : seen.most * kLog2E;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t c = begin + static_cast<int64_t>(i) * kThreads * N;
-      if (c < a.v) {
-        const float before = most;
+  for (int i = 0; i < kCount; ++i) {
+    if (begin + i * kThreads * N < v) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          if (!kPlain) {
-            x[i][n] = transform(x[i][n], a.multiplier, a.softcap);
-          }
-          if (x[i][n] > most) {
-            most = x[i][n];
-            most_column = c + n;
-          }
-        }
-        if (most != before) {
-          sum *= exp2_fast((before - most) * kLog2E);  // 0 the first time
-        }
-        const float base = most == -INFINITY ? 0.0f : most;
+      for (int n = 0; n < N; ++n) {
+        seen.sum += exp2_fast(fmaf(x[i][n], kLog2E, -base));
+      }
+    }
+  }
+}
+
+// Vectors of 16 bytes come through shared memory, some batches ahead; a thread copies what it alone reads.
+constexpr int kBatch = 2;
+constexpr int kStages = 4;
+
+template <class T, int N, bool kPlain>
+__global__ void __launch_bounds__(kThreads, 4) forward_kernel(HeadRowsForward a) {
+  extern __shared__ float memory[];
+  __shared__ Shared shared;
+  const T* row = static_cast<const T*>(a.logits_rv) + static_cast<int64_t>(blockIdx.x) * a.v;
+  constexpr int kBatchColumns = kThreads * N * kBatch;
+  const int v = static_cast<int>(a.v);  // of int: columns of a few batches behind it are counted, too
+  Seen<T, N> seen;
+  int begin = static_cast<int>(threadIdx.x) * N;
+  if constexpr (sizeof(Vector<T, N>) == 16) {
+    auto& pieces = *reinterpret_cast<Vector<T, N>(*)[kStages][kBatch][kThreads]>(memory);
+    const auto fetch = [&](int first, int stage) {
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          sum += exp2_fast((x[i][n] - base) * kLog2E);
+      for (int i = 0; i < kBatch; ++i) {
+        if (first + i * kThreads * N < v) {
+          copy_async<16>(shared_address(&pieces[stage][i][threadIdx.x]), row + first + i * kThreads * N, true);
         }
       }
+      copies_commit();
+    };
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      fetch(begin + i * kBatchColumns, i);
+    }
+    for (int stage = 0; begin < v; begin += kBatchColumns, stage = stage + 1 == kStages ? 0 : stage + 1) {
+      fetch(begin + (kStages - 1) * kBatchColumns, stage == 0 ? kStages - 1 : stage - 1);
+      copies_wait<kStages - 1>();
+      Vector<T, N> batch[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        batch[i] = pieces[stage][i][threadIdx.x];
+      }
+      see<T, N, kPlain>(seen, a, batch, begin, v);
+    }
+    copies_wait<0>();
+  } else {
+    for (; begin < v; begin += kBatchColumns) {
+      Vector<T, N> batch[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (begin + i * kThreads * N < v) {
+          batch[i] = *reinterpret_cast<const Vector<T, N>*>(row + begin + i * kThreads * N);
+        }
+      }
+      see<T, N, kPlain>(seen, a, batch, begin, v);
+    }
+  }
+  const float most = seen.most, sum = seen.sum;
+  int64_t most_column = seen.column;
+#pragma unroll
+  for (int n = N - 1; n >= 0; --n) {
+    const float x = to_float(seen.best.at[n]);
+    if (__float_as_uint(kPlain ? x : transform(x, a.multiplier, a.softcap)) == __float_as_uint(most)) {  // 0 and -0 are equal, their keys are not
+      most_column = seen.column + n;
     }
   }
   const Key own = most == -INFINITY ? 0 : make_key(most, most_column);
@@ -372,7 +478,12 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(HeadRowsBackward a) 
 template <class T, int N>
 Error forward(const HeadRowsForward& a, cudaStream_t stream) {
   const bool is_plain = a.multiplier == 1.0f && !(a.softcap > 0);
-  (is_plain ? forward_kernel<T, N, true> : forward_kernel<T, N, false>)<<<static_cast<unsigned>(a.r), kThreads, 0, stream>>>(a);
+  const auto kernel = is_plain ? forward_kernel<T, N, true> : forward_kernel<T, N, false>;
+  constexpr size_t bytes = sizeof(Vector<T, N>) == 16 ? 16 * kThreads * kBatch * kStages : 0;
+  if (Error error = allow_shared(kernel, bytes)) {
+    return error;
+  }
+  kernel<<<static_cast<unsigned>(a.r), kThreads, bytes, stream>>>(a);
   return last_error();
 }
 

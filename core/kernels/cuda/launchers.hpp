@@ -43,7 +43,7 @@ struct RmsNormBackward {
   const void* grad_sum_rh;   // null, or added to the result
   void* grad_x_rh;
   void* grad_weight_h;       // null: not wanted
-  float* partial_ph;         // workspace, p = rms_norm_partials(r), when the weight's gradient is wanted
+  float* partial_ph;         // workspace, p = rms_norm_partials(r, h), when the weight's gradient is wanted
   float* amax;               // of grad_x
 };
 
@@ -90,7 +90,7 @@ struct GroupedConvolution {
   void* grad_x_rh;
   void* grad_delta_rtc;      // contiguous
   void* grad_base_th;
-  float* partial_pth;        // workspace, p = convolution_partials(rows / block_size)
+  float* partial_pth;        // workspace, p = convolution_partials(rows / block_size, h)
   float* amax;               // of y, or of grad_x
 };
 
@@ -316,9 +316,11 @@ struct Launchers {
 };
 
 // Rows of the workspaces above: numbers of partial sums, from shapes alone.
-constexpr int64_t rms_norm_partials(int64_t r) { return r < 528 ? r : 528; }
-constexpr int64_t head_norm_partials(int64_t rows) { return rows < 1056 ? rows : 1056; }
-constexpr int64_t convolution_partials(int64_t blocks) { return blocks < 512 ? blocks : 512; }
+// Short rows leave room for more blocks, and need them.
+constexpr int64_t more_blocks(int64_t h) { return h >= 4096 ? 1 : h >= 2048 ? 2 : 4; }
+constexpr int64_t rms_norm_partials(int64_t r, int64_t h) { return r < 264 * more_blocks(h) ? r : 264 * more_blocks(h); }
+constexpr int64_t head_norm_partials(int64_t rows) { return rows < 264 ? rows : 264; }
+constexpr int64_t convolution_partials(int64_t blocks, int64_t h) { return blocks < 128 * more_blocks(h) ? blocks : 128 * more_blocks(h); }
 constexpr int64_t attention_splits() { return 2; }
 constexpr int64_t kSegmentRows = 64;
 constexpr int64_t kHeadCandidates = 32;
