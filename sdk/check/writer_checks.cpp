@@ -1,10 +1,12 @@
 // Checks of checkpoint writers.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <memory>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "core/base/error.hpp"
@@ -189,9 +191,9 @@ Outcome full_disk(const Candidate& candidate) {
 // A process that writes step after step, marks each as committed when the writer says that it is done, and is killed at some moment.
 Outcome killed(const Candidate& candidate) {
   const TemporaryFolder folder;
-  constexpr int kRounds = 12;
-  int committed = 0;
-  for (int round = 0; round < kRounds; ++round) {
+  constexpr int kRounds = 12, kMostRounds = 36;
+  int committed = 0, round = 0, milliseconds = 0;
+  for (; round < kRounds || (committed == 0 && round < kMostRounds); ++round) {  // later and later on a machine where nothing was done so far
     const fs::path place = folder.path() / to_text(std::int64_t{round});
     fs::create_directories(place);
     const pid_t child = fork();
@@ -222,7 +224,8 @@ Outcome killed(const Candidate& candidate) {
       }
       _exit(1);
     }
-    usleep(static_cast<useconds_t>(30'000 + round * 7'919 % 40'000));
+    milliseconds = (30'000 + round * 7'919 % 40'000) / 1000 * (committed > 0 ? 1 : 1 + round / 4);
+    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
     kill(child, SIGKILL);
     int ended = 0;
     waitpid(child, &ended, 0);
@@ -240,7 +243,7 @@ Outcome killed(const Candidate& candidate) {
     }
     fs::remove_all(place);
   }
-  return committed > 0 ? passed(format("{} kills, {} committed steps, all whole", kRounds, committed)) : failed("no step was done within 30 ms");
+  return committed > 0 ? passed(format("{} kills, {} committed steps, all whole", round, committed)) : failed(format("no step was done within {} ms", milliseconds));
 }
 
 std::int32_t put_one(WriterRun& run, std::size_t offset, std::size_t bytes, std::vector<std::unique_ptr<Lease>>& leases, sf_status& status) {
