@@ -8,6 +8,7 @@ namespace sf {
 
 extern const RowTiles SF_ROW_TILES;
 
+// NOLINTBEGIN(bugprone-implicit-widening-of-multiplication-result): places within a tile are products of two constants of a few bits
 namespace {
 
 constexpr int kLanes = 16;
@@ -317,6 +318,7 @@ void attend(const float* query, int64_t queries, int64_t e, const float* keys, c
 }
 
 }  // namespace
+// NOLINTEND(bugprone-implicit-widening-of-multiplication-result)
 
 const RowTiles SF_ROW_TILES = {.product = product, .gate = gate, .add_norm = add_norm, .attend = attend, .largest = largest};
 
