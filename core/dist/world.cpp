@@ -66,6 +66,7 @@ void check_ranks(const World& world, const std::string& seen) {
   }
 }
 
+// `default_port` 0: rank 0 takes a free one and tells it in our launcher's folder.
 void find_rank_zero(World& world, Reader& reader, const std::string& default_host, int64_t default_port) {
   world.host = reader.text("MASTER_ADDR").value_or(default_host);
   world.port = reader.number("MASTER_PORT").value_or(default_port);
@@ -76,7 +77,7 @@ void find_rank_zero(World& world, Reader& reader, const std::string& default_hos
     refuse(format("rank {} of {} does not know where rank 0 is: MASTER_ADDR is not set ({})", world.rank, world.size, reader.seen()),
            "set MASTER_ADDR to rank 0's machine and MASTER_PORT to a free port there, the same for all ranks");
   }
-  if (world.port > 65535 || (world.port == 0 && world.size > 1 && world.folder.empty())) {
+  if (world.port > 65535 || (world.port == 0 && world.size > 1 && default_port != 0)) {
     refuse(format("MASTER_PORT={} is no port", world.port), "ports are 1 to 65535");
   }
 }

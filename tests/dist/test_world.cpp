@@ -122,6 +122,15 @@ TEST_CASE("world: sf-host's own ranks get the variables that it reads again") {
   CHECK(world.port == 29501);
   CHECK(world.folder == "/tmp/x");
   CHECK_MESSAGE(world.origin.starts_with("sf-host --nproc"), world.origin);
+  // On one machine rank 0 takes a free port; and what is only planned has no folder yet.
+  for (const std::string folder : {"/tmp/x", ""}) {
+    variables.clear();
+    for (const auto& [name, value] : environment_of_rank({.nproc = 2}, 1, folder)) {
+      variables[name] = value;
+    }
+    CHECK(world_from(from(variables)).port == 0);
+    CHECK(world_from(from(variables)).size == 2);
+  }
   for (const LaunchFlags& bad : {LaunchFlags{.nproc = 2, .nnodes = 2}, LaunchFlags{.nproc = 2, .rendezvous = "host"}, LaunchFlags{.nproc = 2, .rendezvous = "host:0"},
                                  LaunchFlags{.nproc = 2, .rendezvous = ":1"}, LaunchFlags{.nproc = int64_t{1} << 40, .nnodes = int64_t{1} << 40, .rendezvous = "h:1"}, LaunchFlags{.nproc = 2, .nnodes = 2, .node_rank = 2, .rendezvous = "h:1"}}) {
     CHECK_THROWS_AS((void)environment_of_rank(bad, 0, "/tmp/x"), Error);
