@@ -1,5 +1,7 @@
 #include "core/train/out_of_memory.hpp"
 
+#include <c10/util/Exception.h>
+
 #include <string_view>
 
 namespace sf {

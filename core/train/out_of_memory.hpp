@@ -1,11 +1,13 @@
 // core/train/out_of_memory.hpp: LibTorch ran out of memory: how that is recognised, and what can be turned where it happened.
 #pragma once
 
-#include <c10/util/Exception.h>
-
 #include <string>
 
 #include "sf/error.hpp"
+
+namespace c10 {
+class Error;
+}
 
 namespace sf {
 
