@@ -83,16 +83,7 @@ int device_attribute() {
 inline bool clusters_are_there() { return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9; }
 inline int processor_count() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// Bytes of shared memory that a block can have.
-inline int shared_most() {
-  static const int most = [] {
-    int device = 0, found = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&found, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return found;
-  }();
-  return most;
-}
+inline int shared_most() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(); }  // bytes that a block can have
 
 // A kernel that is brought in while the one before it ends, where the device can: it calls wait_for_before() before it touches memory. `cluster` blocks of x make a cluster, `bytes` are
 // dynamic shared memory.
