@@ -305,7 +305,8 @@ void check_swiglu(int64_t count) {
   check_near("gradient of up", grad_up, up_found);
 }
 
-// What a row's kernel says against sorted numbers in float64; `kind` 0: random, 1: few distinct values, 2: all equal, 3: zeros of both signs.
+// What a row's kernel says against sorted numbers in float64; `kind` 0: random, 1: few distinct values (+ 0: no zero is negative), 2: all equal, 3: zeros of both signs,
+// which the kernel ranks by sign and sorting does not.
 template <class T>
 void check_rows(int64_t r, int64_t v, int64_t k, float multiplier, float softcap, int kind) {
   CAPTURE(v);
@@ -316,7 +317,7 @@ void check_rows(int64_t r, int64_t v, int64_t k, float multiplier, float softcap
   logits.draw();
   for (int64_t i = 0; i < r * v && kind != 0; ++i) {
     const float x = std::round(static_cast<float>(logits.at(i)));
-    logits.set(i, kind == 1 ? x : kind == 2 ? 1.5F : x > 0 ? 0.0F : -0.0F);
+    logits.set(i, kind == 1 ? x + 0.0F : kind == 2 ? 1.5F : x > 0 ? 0.0F : -0.0F);
   }
   Numbers<float> lse(r), nll(r), most(r), values(r * k), wanted_values(r);
   std::vector<int64_t> labels, wanted, argmax(static_cast<size_t>(r), -1), ids(static_cast<size_t>(r * k), -1);
