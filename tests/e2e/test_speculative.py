@@ -165,8 +165,8 @@ class Decoding(unittest.TestCase):
         target = self.place / "endless-target"  # whose context no machine has the memory for
         shutil.copytree(ROOT / "tests/parity/golden/target_llama_tied", target)
         config = json.loads((target / "config.json").read_text())
-        (target / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10**13}))
-        sets = "--set", f'model.target_model_path="{target}"', "--max-new-tokens", 10**12, "--stop-tokens", "none"
+        (target / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 2**31 - 1}))
+        sets = "--set", f'model.target_model_path="{target}"', "--max-new-tokens", 2**31 - 1000, "--stop-tokens", "none"
         folder = self.place / "draft-of-any-target"
         shutil.copytree(self.drafts["dflash2"], folder)
         (folder / "export.json").unlink()
