@@ -412,14 +412,18 @@ def a_disk_that_is_full_for_one_rank_ends_all_and_the_step_before_stays():
         shutil.rmtree(work.path)
 
 
-def a_held_out_sample_that_one_rank_can_not_read_ends_all():
-    work = Ranks(steps=6)
-    shard = next((work.path / "features" / "eval").glob("*.safetensors"))
+def spoil_last_record(work, split):
+    shard = next((work.path / "features" / split).glob("*.safetensors"))
     whole = bytearray(shard.read_bytes())
     size = int.from_bytes(whole[:8], "little")
     start = 8 + size + json.loads(whole[8 : 8 + size])["hidden_states"]["data_offsets"][1]
     whole[start - 2 : start] = b"\xc0\x7f"  # bfloat16 NaN in the last record
     shard.write_bytes(whole)
+
+
+def a_held_out_sample_that_one_rank_can_not_read_ends_all():
+    work = Ranks(steps=6)
+    spoil_last_record(work, "eval")
     text = work.train("--set", 'data.eval_hidden_states_path="features/eval"', "--set", 'training.dist_timeout="30s"', ranks=2, code=4).stderr
     assert len(errors_in(text)) == 1, text
     expect(text, "NaN", "features/eval")
@@ -436,12 +440,7 @@ def no_usable_sample_ends_all_ranks():
 
 def a_damaged_sample_of_one_rank_ends_all_and_keeps_finished_updates():
     work = Ranks(steps=12)
-    shard = next((work.path / "features" / "train").glob("*.safetensors"))
-    whole = bytearray(shard.read_bytes())
-    size = int.from_bytes(whole[:8], "little")
-    start = 8 + size + json.loads(whole[8 : 8 + size])["hidden_states"]["data_offsets"][1]
-    whole[start - 2 : start] = b"\xc0\x7f"  # bfloat16 NaN in the last record
-    shard.write_bytes(whole)
+    spoil_last_record(work, "train")
     text = work.train("--set", "training.save_interval=0", ranks=2, code=4).stderr
     assert len(errors_in(text)) == 1, text
     expect(text, "rank ", "NaN", "saved step")
