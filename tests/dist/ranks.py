@@ -20,7 +20,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
-from tiny import BUILD, ENVIRONMENT, HOST, Work, expect, run_cases  # noqa: E402
+from tiny import BUILD, ENVIRONMENT, HOST, Work, expect, main  # noqa: E402
 
 FSDP2 = ("--backend", "fsdp2", "--set", 'training.reduce_dtype="float32"', *(part for one in os.environ.get("SF_SET", "").split() for part in ("--set", one)))
 
@@ -255,9 +255,9 @@ def ranks_by_hand(work, port, rows, limit="20s", variables=variables_of_torchrun
     return [process.returncode for process in processes], results
 
 
-def free_port():
+def free_port(address):
     with socket.socket() as some:
-        some.bind(("127.0.0.1", 0))
+        some.bind((address, 0))
         return some.getsockname()[1]
 
 
@@ -267,7 +267,7 @@ def ranks_of_another_launcher_join():
     for index, (variables, *named) in enumerate([(variables_of_torchrun, "RANK=0", "WORLD_SIZE=2"), (variables_of_a_pod, "Kubernetes", "RANK=0"),
                                                  (variables_of_mpirun, "OMPI_COMM_WORLD_RANK=0"), (variables_of_srun, "SLURM_PROCID=0")]):
         run = ("--set", f'run_id="r{index}"')
-        codes, results = ranks_by_hand(work, free_port(), [run, run], variables=variables)
+        codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [run, run], variables=variables)
         assert codes == [0, 0], results
         expect(results[0][0], *named)
         curves.append(work.curve(f"r{index}"))
@@ -278,7 +278,7 @@ def ranks_of_another_launcher_join():
 def several_machines_are_one_run():  # two launchers, as two machines start them; both are this one
     work = Ranks(steps=3)
     work.train("--set", "training.batch_size=4", run="one")
-    port = free_port()
+    port = free_port("127.0.0.1")
     def start(node, *more):
         command = [HOST, "train", work.path / "recipe.toml", *FSDP2, "--nproc", "1", "--nnodes", "2", "--node-rank", str(node), "--rendezvous", f"127.0.0.1:{port}",
                    "--set", 'data.eval_hidden_states_path=""', "--set", 'training.dist_timeout="20s"', *more]
@@ -301,7 +301,7 @@ def several_machines_are_one_run():  # two launchers, as two machines start them
 
 def ranks_with_different_recipes_are_told_apart():
     work = Ranks()
-    codes, results = ranks_by_hand(work, free_port(), [(), ("--set", "training.seed=7")])
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [(), ("--set", "training.seed=7")])
     assert codes == [6, 6], results
     expect(results[0][1], "rank 1 differs from rank 0", "training.seed is 42 on rank 0 and 7 on rank 1")
     assert not errors_in(results[1][1]), results[1]
@@ -313,7 +313,7 @@ def ranks_with_different_builds_of_a_plugin_are_told_apart():
     other = work.path / "other"
     other.mkdir()
     (other / "fsdp2.so").write_bytes((BUILD / "lib" / "sf" / "plugins" / "fsdp2.so").read_bytes() + b"\0")  # another SHA-256, the same code
-    codes, results = ranks_by_hand(work, free_port(), [(), ("--plugin", f"fsdp2={other / 'fsdp2.so'}")])
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [(), ("--plugin", f"fsdp2={other / 'fsdp2.so'}")])
     assert codes == [6, 6], results
     told = re.search(r"sharding plugin fsdp2 is (\w{16}) on rank 0 and (\w{16}) on rank 1", results[0][1])
     assert told and told[1] != told[2], results[0][1]
@@ -325,7 +325,7 @@ def ranks_with_different_builds_of_a_plugin_are_told_apart():
 def a_rank_that_never_comes_is_named():
     work = Ranks()
     start = time.time()
-    codes, results = ranks_by_hand(work, free_port(), [(), None], limit="2s")
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [(), None], limit="2s")
     assert codes == [6], results
     expect(results[0][1], "rank 1 of 2 did not arrive at the start of the run")
     assert time.time() - start < 20
@@ -334,7 +334,7 @@ def a_rank_that_never_comes_is_named():
 
 def two_processes_of_one_number_are_told_apart():
     work = Ranks()
-    codes, results = ranks_by_hand(work, free_port(), [(), (), ()], variables=lambda rank, size, port: variables_of_torchrun(min(rank, 1), 2, port))
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [(), (), ()], variables=lambda rank, size, port: variables_of_torchrun(min(rank, 1), 2, port))
     assert codes == [6, 6, 6], results
     expect(results[0][1], "two processes say that they are rank 1 of 2: process ", "fix:")
     shutil.rmtree(work.path)
@@ -344,7 +344,7 @@ def ranks_that_count_differently_are_told():
     work = Ranks()
     for sizes in ((2, 3), (3, 2)):
         start = time.time()
-        codes, results = ranks_by_hand(work, free_port(), [(), ()], limit="30s", variables=lambda rank, size, port: {**variables_of_torchrun(rank, sizes[rank], port), "LOCAL_WORLD_SIZE": 2})
+        codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [(), ()], limit="30s", variables=lambda rank, size, port: {**variables_of_torchrun(rank, sizes[rank], port), "LOCAL_WORLD_SIZE": 2})
         assert codes == [6, 6], results
         expect(results[0][1], f"rank 1 was started as one of {sizes[1]} ranks, and rank 0 as one of {sizes[0]}", "fix:")
         assert time.time() - start < 20, results
@@ -364,11 +364,11 @@ HERE = "/proc/self/cwd"
 def machines_with_other_data_are_told_apart():
     work, other = Ranks(), Ranks(samples=12)
     data = ("--set", f'data.hidden_states_path="{HERE}/features/train"', "--set", f'output_dir="{work.path}/out"')
-    codes, results = ranks_by_hand(work, free_port(), [data, data], places=[work.path, other.path])
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [data, data], places=[work.path, other.path])
     assert codes == [6, 6], results
     expect(results[0][1], "rank 1 differs from rank 0 in the data: data.hidden_states_path is ", "(24 samples) on rank 0", "(12 samples) on rank 1", "fix:")
     assert not (work.path / "out").exists(), "nothing is begun"
-    codes, results = ranks_by_hand(work, free_port(), [data, data], places=[work.path, elsewhere(work, "nothing")])
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [data, data], places=[work.path, elsewhere(work, "nothing")])
     assert codes[0] == codes[1] == 4, results
     expect(results[0][1], "error: rank 1: ", "features/train")
     assert not errors_in(results[1][1]), results[1]
@@ -381,11 +381,11 @@ def a_run_folder_that_is_not_shared_is_told_before_the_first_window():
     sets = ("--set", f'output_dir="{HERE}/out"', "--set", f'data.hidden_states_path="{work.path}/features/train"')
     place = elsewhere(work, "machine")
     (place / "out" / "tiny").mkdir(parents=True)  # of an earlier run
-    codes, results = ranks_by_hand(work, free_port(), [sets, sets], places=[work.path, place])
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [sets, sets], places=[work.path, place])
     assert codes == [7, 7], results
     expect(results[0][1], "rank 1 does not see what rank 0 writes into the run folder", "set output_dir to a folder on a disk that the machines of all ranks share")
     assert not list((work.path / "out").glob("tiny/*")), list((work.path / "out").glob("tiny/*"))
-    codes, results = ranks_by_hand(work, free_port(), [sets, sets])
+    codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [sets, sets])
     assert codes == [0, 0], results
     assert work.steps() == [3], work.steps()
     shutil.rmtree(work.path)
@@ -402,7 +402,7 @@ def a_disk_that_is_full_for_one_rank_ends_all_and_the_step_before_stays():
         sets = ("--set", f'backend.checkpoint="{writer}"', "--set", "training.save_interval=3", "--set", "training.total_steps=9")
         work.train(*sets, "--set", "training.max_steps=3", ranks=2)
         assert work.steps() == [3], work.steps()
-        codes, results = ranks_by_hand(work, free_port(), [(*sets, "--resume", "auto")] * 2, preexec_fn=small_files, restore_signals=False)
+        codes, results = ranks_by_hand(work, free_port("127.0.0.1"), [(*sets, "--resume", "auto")] * 2, preexec_fn=small_files, restore_signals=False)
         assert codes == [7, 7], results
         expect(results[0][1], "saving step 6", "rank 1", "rank00001.safetensors", "free some space", "the last checkpoint is step 3")
         assert len(errors_in(results[0][1])) == 1 and not errors_in(results[1][1]), results
@@ -460,6 +460,4 @@ def what_makes_no_sense_is_refused_before_anything_starts():
 
 
 if __name__ == "__main__":
-    run_cases([value for value in list(globals().values()) if callable(value) and getattr(value, "__module__", "") == "__main__"
-               and value.__doc__ is None and value.__name__ not in
-               ("close", "children_of", "is_alive", "wait_until", "finish", "errors_in", "free_port", "elsewhere") and not value.__name__.startswith("variables_of")])
+    main(globals())

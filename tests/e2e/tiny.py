@@ -5,6 +5,7 @@
 
 Standard library only. Ends with `N passed, N failed`.
 """
+import inspect
 import json
 import os
 import pathlib
@@ -332,13 +333,13 @@ def samples_without_supervision_are_counted_or_refused():
     shutil.rmtree(work.path)
 
 
-def main(functions):
-    """Runs the cases among them: functions of the script itself whose names say what they show."""
-    run_cases([value for value in functions.values() if callable(value) and getattr(value, "__module__", "") == "__main__" and "_" in value.__name__])
-
-
-def run_cases(cases):
+def main(names):
+    """Runs the cases of a script and ends it. names: its globals(). A case is a function of the script itself without parameters; whatever helps them has some."""
+    cases = [value for value in names.values() if inspect.isfunction(value) and value.__module__ == "__main__" and not inspect.signature(value).parameters]
     only = sys.argv[3:]
+    unknown = sorted(set(only) - {case.__name__ for case in cases})
+    if unknown or not cases:
+        sys.exit(f"no such case: {', '.join(unknown) or 'the script has none'}")
     passed = failed = 0
     for case in cases:
         if only and case.__name__ not in only:
@@ -356,4 +357,4 @@ def run_cases(cases):
 
 
 if __name__ == "__main__":
-    main({name: value for name, value in globals().items() if name != "run_cases"})
+    main(globals())

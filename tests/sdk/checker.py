@@ -158,7 +158,4 @@ def mistakes_on_the_command_line_are_told():
 
 
 if __name__ == "__main__":
-    tiny.run_cases([a_good_tracker_passes_and_the_last_line_counts, a_crash_is_a_failed_check_and_the_others_go_on, a_hang_is_a_failed_check_within_its_limit,
-                    what_is_thrown_is_told, a_file_that_the_host_refuses_is_not_opened, a_library_without_the_sdk_flags_is_told_which,
-                    a_libstdcxx_inside_is_told_and_one_that_libtorch_brings_is_none,
-                    what_should_have_been_refused_is_told, nothing_is_left_behind, mistakes_on_the_command_line_are_told])
+    tiny.main(globals())

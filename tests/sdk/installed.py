@@ -36,9 +36,9 @@ def run(*command, cwd=WORK, code=0, env=CLEAN, timeout=400):
     return done
 
 
-def install():
-    if not PREFIX.exists():
-        run("cmake", "--install", BUILD, "--prefix", PREFIX)
+def install(prefix):
+    if not prefix.exists():
+        run("cmake", "--install", BUILD, "--prefix", prefix)
 
 
 def dynamic(path):
@@ -52,7 +52,7 @@ def binaries(prefix):
 
 
 def the_tree_has_its_places_and_sf_host_finds_plugins_by_its_own_path():
-    install()
+    install(PREFIX)
     for path in ("bin/sf-host", "bin/sf-plugin-check", "lib/sf/libsf_engine.so", "lib/sf/plugins/dflash2.so", "lib/sf/plugins/tensorboard.so", "include/sf/plugin.h",
                  "include/sf/tracker.h", "include/sdk/draft/objective.hpp", "include/sdk/testing/plugin_test.hpp", "lib/cmake/Sf/SfConfig.cmake",
                  "lib/cmake/Sf/SfAddPlugin.cmake", "share/sf/recipes/qwen3-8b-dflash2.toml", "share/sf/template/plugin.toml", "share/sf/schema.json", "share/sf/LICENSE"):
@@ -71,7 +71,7 @@ def the_tree_has_its_places_and_sf_host_finds_plugins_by_its_own_path():
 
 
 def binaries_need_the_c_and_cxx_libraries_and_the_torch_wheel_alone():
-    install()
+    install(PREFIX)
     brought = {path.name for path in binaries(PREFIX)}
     wheel = {path.name for folder in [TORCH / "lib", *TORCH.parent.glob("nvidia/*/lib")] for path in folder.glob("*.so*")}
     for path in binaries(PREFIX):
@@ -91,7 +91,7 @@ def binaries_need_the_c_and_cxx_libraries_and_the_torch_wheel_alone():
 
 
 def the_tutorial_works_command_by_command_with_nothing_of_the_source_tree():
-    install()
+    install(PREFIX)
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/writing-a-plugin.md").read_text(), re.M | re.S)
     readme = re.findall(r"^```sh\n(.*?)^```", (PREFIX / "share/sf/template/README.md").read_text(), re.M | re.S)
     assert readme[0] == blocks[0] and len(blocks[0].splitlines()) == 5, "five commands, the same in both texts"
@@ -121,7 +121,7 @@ def the_tutorial_works_command_by_command_with_nothing_of_the_source_tree():
 
 
 def clang_builds_plugins_too():
-    install()
+    install(PREFIX)
     if shutil.which("clang++") is None:
         print("        there is no clang++ here")
         return
@@ -139,7 +139,7 @@ def clang_builds_plugins_too():
 
 
 def another_libtorch_is_refused_when_the_plugin_is_configured():
-    install()
+    install(PREFIX)
     other = WORK / "other_torch" / "torch"
     (other / "lib").mkdir(parents=True)
     (other / "lib/libtorch_cpu.so").touch()
@@ -175,8 +175,6 @@ def the_tarball_runs_elsewhere_with_the_torch_wheel_beside_it():
 
 if __name__ == "__main__":
     try:
-        tiny.run_cases([the_tree_has_its_places_and_sf_host_finds_plugins_by_its_own_path, binaries_need_the_c_and_cxx_libraries_and_the_torch_wheel_alone,
-                        clang_builds_plugins_too, another_libtorch_is_refused_when_the_plugin_is_configured, the_tarball_runs_elsewhere_with_the_torch_wheel_beside_it,
-                        the_tutorial_works_command_by_command_with_nothing_of_the_source_tree])
+        tiny.main(globals())
     finally:
         shutil.rmtree(WORK, ignore_errors=True)

@@ -35,9 +35,9 @@ def refused(check, recipe):
     raise AssertionError(f"was not refused: {recipe}")
 
 
-def recipes_of_this_build():
-    recipes = sorted(path for path in (ROOT / "recipes").glob("*.toml"))
-    recipes.append(ROOT / "sdk" / "template" / "recipes" / "demo.toml")
+def recipes_of_this_build(root):
+    recipes = sorted(path for path in (root / "recipes").glob("*.toml"))
+    recipes.append(root / "sdk" / "template" / "recipes" / "demo.toml")
     assert len(recipes) > 8
     listed = json.loads(subprocess.run([BUILD / "bin" / "sf-host", "plugins", "--json"], check=True, capture_output=True, text=True).stdout)
     installed = {plugin["name"] for plugin in listed} | {"", "my_draft"}   # a build without LibTorch has no algorithms, and the schema not their keys
@@ -46,7 +46,7 @@ def recipes_of_this_build():
 
 def it_is_a_schema_and_takes_every_recipe():
     check = fastjsonschema.compile(SCHEMA)
-    for path in recipes_of_this_build():
+    for path in recipes_of_this_build(ROOT):
         try:
             check(tomllib.loads(path.read_text()))
         except fastjsonschema.JsonSchemaValueException as error:
@@ -61,7 +61,7 @@ def an_editor_takes_every_recipe_and_underlines_what_is_wrong():
         def lint(*files):
             return subprocess.run([TAPLO, "lint", "--no-auto-config", "--schema", f"file://{folder}/schema.json", *files], cwd=folder, capture_output=True, text=True)
 
-        done = lint(*recipes_of_this_build())
+        done = lint(*recipes_of_this_build(ROOT))
         assert done.returncode == 0, done.stderr
         for text, told in (("[training]\nbatch_sise = 2\n", "'batch_sise' was unexpected"), ("[training]\nbatch_size = 0\n", "0 is less than the minimum of 1"),
                            ('[model]\ntorch_dtype = "float8"\n', '"float8" is not one of'), ('[backend]\ntrackers = "tensorboard"\n', 'is not of type "array"')):
@@ -96,4 +96,4 @@ def every_key_has_a_description_and_a_default_that_it_takes():
 
 
 if __name__ == "__main__":
-    tiny.run_cases([it_is_a_schema_and_takes_every_recipe, an_editor_takes_every_recipe_and_underlines_what_is_wrong, it_refuses_what_sf_host_refuses, every_key_has_a_description_and_a_default_that_it_takes])
+    tiny.main(globals())

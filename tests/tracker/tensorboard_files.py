@@ -123,7 +123,4 @@ def with_ranks_the_first_alone_calls_its_trackers():
 
 
 if __name__ == "__main__":
-    cases = [tensorboard_reads_what_metrics_jsonl_has_and_the_recipe, a_resumed_run_replaces_the_future_that_it_gave_up,
-             a_tracker_that_fails_is_told_and_counted_and_training_goes_on, a_tracker_that_can_not_begin_ends_the_run_before_its_first_step,
-             with_ranks_the_first_alone_calls_its_trackers]
-    sys.exit(tiny.run_cases(cases))
+    tiny.main(globals())
