@@ -10,6 +10,8 @@
 #include "core/dist/comm_base.hpp"
 #include "core/dist/gloo_library.h"
 
+#include <csignal>
+
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -255,9 +257,21 @@ class GlooComm final : public RankComm {
   at::Tensor exchanged_, padded_;
 };
 
+// gloo writes to sockets without MSG_NOSIGNAL: a write to a rank that is gone would end this process without a word, where the error that it returns names the rank. Who has
+// decided what the signal does keeps that.
+void take_broken_pipes_as_errors() {
+  struct sigaction action {};
+  sigaction(SIGPIPE, nullptr, &action);
+  if ((action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL) {
+    action.sa_handler = SIG_IGN;
+    sigaction(SIGPIPE, &action, nullptr);
+  }
+}
+
 }  // namespace
 
 std::unique_ptr<RankComm> open_gloo(RankGroup& group, const std::filesystem::path& library) {
+  take_broken_pipes_as_errors();
   return std::make_unique<GlooComm>(group, library);
 }
 

@@ -3,6 +3,10 @@
 
 #include <ATen/ATen.h>
 
+#include <csignal>
+
+#include <sys/socket.h>
+
 #include "tests/dist/threads.hpp"
 
 using namespace sf;
@@ -153,6 +157,31 @@ TEST_CASE("gloo: a broadcast copies the root's tensor; empty tensors, two channe
     const std::vector<std::pair<std::string, int64_t>> expected = {{"all_gather empty", 1}, {"broadcast w", 1}, {"reduce_scatter root", 3}};
     CHECK(comm.counts() == expected);
   }));
+}
+
+TEST_CASE("gloo: to write to a rank that is gone is an error and not the end of the process, whose own handler stays") {
+  const auto disposition = [] {
+    struct sigaction now {};
+    sigaction(SIGPIPE, nullptr, &now);
+    return now.sa_handler;
+  };
+  struct sigaction own {};
+  own.sa_handler = [](int) {};
+  sigaction(SIGPIPE, &own, nullptr);
+  check_all_fine(run_gloo({.ranks = 2}, [](RankComm&, RankGroup&) {}));
+  CHECK((disposition() == own.sa_handler));
+  (void)signal(SIGPIPE, SIG_DFL);
+  for (int trial = 0; trial < 5; ++trial) {
+    const auto ends = run_gloo({.ranks = 2, .limit = std::chrono::milliseconds(2000)}, [](RankComm& comm, RankGroup&) {
+      const at::Tensor tensor = at::ones({4});
+      comm.all_reduce(tensor, Reduction::sum, "norm", Channel::main)->wait();
+      if (comm.rank() == 1) return;
+      for (int fd = 3; fd < 256; ++fd) (void)::shutdown(fd, SHUT_WR);  // of all sockets here: what is written to one now raises the signal
+      comm.all_reduce(tensor, Reduction::sum, "norm", Channel::main)->wait();
+    });
+    CHECK(ends[0].code == ExitCode::kCommunication);
+  }
+  CHECK((disposition() == SIG_IGN));
 }
 
 TEST_CASE("gloo: a missing library says that CPU runs of several ranks need it") {
