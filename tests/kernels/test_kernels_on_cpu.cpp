@@ -442,12 +442,14 @@ TEST_CASE("on the CPU: the convolution's kernels, with two taps and whole rows a
 TEST_CASE("on the CPU: row norms, rows that fit a block of threads and longer ones") {
   for (const bool has_residual : {false, true}) {
     for (const bool wants_weight : {false, true}) {
-      for (const auto& [r, h] : {std::pair<int64_t, int64_t>{5, 8}, {3, 7}, {2, 4096}, {3, 2056}, {2, 8200}}) {
+      for (const auto& [r, h] : {std::pair<int64_t, int64_t>{5, 8}, {3, 7}, {3, 2056}}) {
         for (const bool has_other : {false, true}) {
           check_norm<Bf16>(r, h, has_residual, wants_weight, has_other);
           check_norm<float>(r, h, has_residual, wants_weight, has_other);
         }
       }
+      check_norm<Bf16>(2, 4096, has_residual, wants_weight, has_residual);  // wide rows take long here: each width with one of the two
+      check_norm<float>(2, 8200, has_residual, wants_weight, !has_residual);
       check_norm<Bf16>(1100, 64, has_residual, wants_weight, has_residual);  // more rows than blocks
       check_norm<Bf16>(2, has_residual ? 8192 : 5120, has_residual, wants_weight, false);
     }
