@@ -236,8 +236,12 @@ TEST_CASE("refusals: every one reads as it did") {
       text += std::string("# ") + refusal.title + "\n" + place.neutral(told) + "\n";
     }
   }
-#ifdef __SANITIZE_ADDRESS__   // the one refusal that is the other way round in a host with the sanitizer
+  // The one refusal that is the other way round in a host with the sanitizer.
+#ifdef __SANITIZE_ADDRESS__
   text = replaced(text, "without the address sanitizer, this host with\n", "with the address sanitizer, this host without\n");
+#endif
+#ifdef __SANITIZE_THREAD__
+  text = replaced(text, "without the thread sanitizer, this host with\n", "with the thread sanitizer, this host without\n");
 #endif
   const fs::path expected = fs::path(SF_TEST_DATA) / "abi" / "expected" / "refusals.txt";
   if (std::getenv("SF_UPDATE_GOLDEN") != nullptr) {
