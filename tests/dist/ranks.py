@@ -156,6 +156,20 @@ def ctrl_c_finishes_the_window_saves_and_goes_on_to_the_same_weights():
     shutil.rmtree(work.path)
 
 
+def a_log_that_nobody_reads_any_more_ends_no_run():
+    work = Ranks(steps=12)
+    for ranks in (1, 2):
+        run = ("--set", f'run_id="unread{ranks}"', "--set", 'data.eval_hidden_states_path=""', "-v")
+        process = work.start_ranks(2, *run) if ranks == 2 else work.start(*run)
+        process.stdout.readline()  # the plan has been printed
+        process.stderr.readline()
+        process.stderr.close()
+        process.wait(timeout=60)
+        assert process.returncode == 0, process.returncode
+        assert (work.path / "out" / f"unread{ranks}" / "step-00000012" / "COMMITTED").exists()
+    shutil.rmtree(work.path)
+
+
 def a_killed_rank_ends_all_with_one_message():
     work = Ranks(steps=4000)
     for victim in (1, 0):

@@ -133,12 +133,30 @@ def ctrl_c_and_sigterm_wait_for_a_slow_save():
             assert time.time() < limit and process.poll() is None
             time.sleep(0.01)
         process.send_signal(how)
+        subprocess.run(["bash", "-c", f"kill -{int(how)} {process.pid}"], check=True)  # as of a batch system beside a launcher: the same wish from another side
         process.communicate(timeout=60)
         assert process.returncode == 130, process.returncode
         last = max(work.curve(run))
         newest = json.loads(checkpoints("list", work.folder(run), "--json").stdout)[0]
         assert newest["state"] == "complete" and newest["step"] == last and newest["latest"], newest
         checkpoints("verify", work.folder(run))
+    shutil.rmtree(work.path)
+
+
+def a_second_ctrl_c_waits_for_nothing():
+    work = Run(steps=4000)
+    process = work.begin("--set", 'plugin.async_ckpt.bandwidth="20kB"', "--set", "training.save_interval=5", writer="async")
+    limit = time.time() + 60
+    while not (work.folder() / "metrics.jsonl").exists() or max(work.curve(), default=0) < 4:
+        assert time.time() < limit and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None, "it waits for the save"
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=5)
+    assert process.returncode == 130, process.returncode
+    assert [path.name for path in work.folder().glob("step-*")] == [], "the save is cut short"
     shutil.rmtree(work.path)
 
 

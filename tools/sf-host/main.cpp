@@ -27,6 +27,7 @@
 #include "tools/sf-host/run_session.hpp"
 
 #include <signal.h>
+#include <time.h>
 #include <unistd.h>
 #include <boost/program_options.hpp>
 
@@ -36,9 +37,22 @@ namespace {
 namespace po = boost::program_options;
 
 std::atomic<int> stop_signals = 0;
+std::atomic<std::int64_t> first_stop = 0;  // when it came, in nanoseconds of the monotonic clock
+std::atomic<pid_t> first_sender = -1;      // 0: the terminal, or a process that is not to be seen from here
 
-void on_signal(int) {
-  if (stop_signals.fetch_add(1) > 0) {  // a second Ctrl-C: now
+// Batch systems signal every process of a job, and launchers pass on what they got: one wish that comes from two sides. A second Ctrl-C, and whoever asks again
+// later on, wants the end now.
+void on_signal(int, siginfo_t* info, void*) {
+  constexpr std::int64_t kOneWish = 2'000'000'000;
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const std::int64_t when = std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
+  const pid_t sender = info->si_code <= 0 ? info->si_pid : 0;
+  std::int64_t first = 0;
+  if (first_stop.compare_exchange_strong(first, when)) {
+    first_sender = sender;
+    stop_signals = 1;
+  } else if (sender == first_sender || when - first > kOneWish) {
     _exit(static_cast<int>(ExitCode::kInterrupted));
   }
 }
@@ -50,11 +64,18 @@ void on_hangup(int) {
 }
 
 void catch_signals() {
-  struct sigaction action {};
-  action.sa_handler = on_signal;
-  sigaction(SIGINT, &action, nullptr);
-  sigaction(SIGTERM, &action, nullptr);
-  struct sigaction before {};
+  sigset_t stops;
+  sigemptyset(&stops);
+  for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+    sigaddset(&stops, number);
+  }
+  struct sigaction stop {};
+  stop.sa_sigaction = on_signal;
+  stop.sa_flags = SA_SIGINFO;
+  stop.sa_mask = stops;
+  sigaction(SIGINT, &stop, nullptr);
+  sigaction(SIGTERM, &stop, nullptr);
+  struct sigaction action {}, before {};
   sigaction(SIGHUP, nullptr, &before);
   if (before.sa_handler != SIG_IGN) {  // under nohup it stays ignored
     action.sa_handler = on_hangup;
@@ -63,6 +84,14 @@ void catch_signals() {
   // Over the limit of ulimit -f write() then says EFBIG, which is handled like a full disk.
   action.sa_handler = SIG_IGN;
   sigaction(SIGXFSZ, &action, nullptr);
+  pthread_sigmask(SIG_UNBLOCK, &stops, nullptr);  // sf-host's launcher holds them back until they are caught here
+}
+
+// Work goes on when nobody reads its messages any more: in `sf-host train | tee log` Ctrl-C ends tee first, and the step is still to be saved.
+void outlive_readers() {
+  struct sigaction action {};
+  action.sa_handler = SIG_IGN;
+  sigaction(SIGPIPE, &action, nullptr);
 }
 
 struct Verb {
@@ -71,20 +100,21 @@ struct Verb {
   const char* summary;
   ExitCode (*run)(const Command&);
   bool takes_recipe;
+  bool outlives_readers = false;  // works for long and leaves files; the others only print
 };
 
 constexpr std::array<Verb, 12> kVerbs = {{
-    {"train", "RECIPE", "train a draft as the recipe says", run_train, true},
+    {"train", "RECIPE", "train a draft as the recipe says", run_train, true, true},
     {"plan", "RECIPE", "print what a run would do: stack, values with origin, sizes; start nothing", run_plan,
      true},
-    {"prepare", "RECIPE", "make the recipe's token records, with loss masks, from its chat records", run_prepare, true},
+    {"prepare", "RECIPE", "make the recipe's token records, with loss masks, from its chat records", run_prepare, true, true},
     {"capture", "RECIPE", "run the target over the recipe's token records and keep its hidden states",
-     run_capture, true},
-    {"generate", "RECIPE", "let the target answer prompts: token records for training a draft on its own words", run_generate, true},
-    {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features; --speculative: decode with drafts", run_eval, true},
-    {"export", "RECIPE", "write a checkpoint as the folder that serving engines load, and check it", run_export, true},
+     run_capture, true, true},
+    {"generate", "RECIPE", "let the target answer prompts: token records for training a draft on its own words", run_generate, true, true},
+    {"eval", "RECIPE", "loss and acceptance length of a checkpoint on held-out features; --speculative: decode with drafts", run_eval, true, true},
+    {"export", "RECIPE", "write a checkpoint as the folder that serving engines load, and check it", run_export, true, true},
     {"bench", "RECIPE | matrix RECIPE | summarize FILE...",
-     "time the recipe's run on random data; matrix: variants in turn; summarize: results as a table", run_bench, true},
+     "time the recipe's run on random data; matrix: variants in turn; summarize: results as a table", run_bench, true, true},
     {"checkpoints", "list | inspect | verify | diff | prune  RUN | CHECKPOINT...",
      "what a run has on disk: all of it, one in detail, every byte checked, two compared, old ones deleted; a recipe stands for its run", run_checkpoints, false},
     {"plugins", "[NAME]", "list installed plugins, or all about one; open nothing", run_plugins, false},
@@ -314,6 +344,9 @@ ExitCode dispatch(int argc, char** argv) {
   }
   if (values["verbose"].as<bool>()) {
     set_log_level(Level::kDebug);
+  }
+  if (verb->outlives_readers) {
+    outlive_readers();
   }
   if (command.positional.size() > 1 && command.verb != "bench" && command.verb != "doctor" && command.verb != "checkpoints") {
     refuse_usage(format("{} takes one argument, found \"{}\" and \"{}\"", verb->name, command.positional[0],
