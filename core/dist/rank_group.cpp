@@ -38,6 +38,13 @@ std::map<std::string, std::string> values_of(const std::string& text) {
   return values;
 }
 
+// Only while ranks find each other: later on they finish their window and save together.
+void refuse_when_stopped(const std::function<bool()>& stop_requested) {
+  if (stop_requested && stop_requested()) {
+    throw Error(ExitCode::kInterrupted, "asked to stop while ranks were still joining");
+  }
+}
+
 std::string shown(const std::map<std::string, std::string>& values, const std::string& key) {
   const auto found = values.find(key);
   return found == values.end() ? "nothing" : found->second;
@@ -49,9 +56,7 @@ std::unique_ptr<RankGroup> RankGroup::open(Options options) {
   auto group = std::unique_ptr<RankGroup>(new RankGroup(std::move(options)));
   const World& world = group->options_.world;
   const auto look_up = [&] {
-    if (group->options_.stop_requested && group->options_.stop_requested()) {
-      throw Error(ExitCode::kInterrupted, "asked to stop while ranks were still joining");
-    }
+    refuse_when_stopped(group->options_.stop_requested);
     const auto note = std::filesystem::path(world.folder) / "dead";
     if (!world.folder.empty() && std::filesystem::exists(note)) {
       if (!world.is_lead()) {  // rank 0 tells, or of rank 0 the launcher does
@@ -91,6 +96,7 @@ void RankGroup::meet() {
   const std::vector<std::string> first = {key + "0"};
   for (const auto start = Clock::now(); !store_->has_all(first); std::this_thread::sleep_for(kPoll)) {
     throw_failure();
+    refuse_when_stopped(options_.stop_requested);
     if (Clock::now() - start > limit()) {
       throw Error(ExitCode::kCommunication, format("rank 0 of {} did not arrive at the start of the run within {}", world().size, human_duration(static_cast<double>(limit().count()) / 1000.0)),
                   "see the messages of rank 0; training.dist_timeout is the limit");
@@ -123,6 +129,9 @@ std::vector<std::string> RankGroup::gather_texts(const std::string& text, std::s
   const auto start = Clock::now();
   for (milliseconds pause = milliseconds(1); !store_->has_all(keys); pause = std::min(pause * 2, world().size <= 32 ? kPoll * 4 : kPoll * 40)) {
     throw_failure();
+    if (round == 0) {  // of meet()
+      refuse_when_stopped(options_.stop_requested);
+    }
     if (Clock::now() - start > limit()) {
       const auto found = store_->find_all(keys);
       std::vector<int64_t> missing;

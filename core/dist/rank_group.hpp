@@ -34,7 +34,7 @@ class RankGroup {
   [[nodiscard]] Progress& progress() { return progress_; }
   [[nodiscard]] Watchdog& watchdog() { return *watchdog_; }
 
-  /// Waits for all ranks. Throws as gather_texts.
+  /// Waits for all ranks. Throws as gather_texts, and Error(kInterrupted) on a stop request while it waits.
   void meet();
 
   /// One text of each rank, in rank order; all ranks call it with the same label. Throws what ended the run when a rank fails meanwhile, and

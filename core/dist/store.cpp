@@ -79,6 +79,9 @@ RunStore::~RunStore() = default;
 
 std::unique_ptr<RunStore> RunStore::open(const World& world, std::chrono::milliseconds limit, const std::function<void()>& interrupted) {
   FLAGS_caffe2_log_level = c10::GLOG_FATAL;  // LibTorch prints a backtrace when a connection ends; what it throws says the same
+  if (interrupted) {
+    interrupted();  // rank 0 may have left for that reason, and connecting to what is gone takes the whole limit
+  }
   const bool is_server = world.is_lead() && !world.store_is_running;
   const bool port_is_told = world.port == 0 && !world.folder.empty();
   SF_CHECK(world.port > 0 || port_is_told, "no port and no folder to learn it from");

@@ -156,6 +156,18 @@ def ctrl_c_finishes_the_window_saves_and_goes_on_to_the_same_weights():
     shutil.rmtree(work.path)
 
 
+def ctrl_c_while_ranks_are_starting_ends_all():
+    work = Ranks(steps=4000)
+    for delay in (0, 0, 0.05, 0.2, 0.4, 0.6, 0.8, 1.0):
+        process = work.start_ranks(2, "--set", 'run_id="early"', "--set", 'data.eval_hidden_states_path=""')
+        wait_until(lambda: len(children_of(process)) >= 1, 10, "no ranks")
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        text = finish(process, 20, 130)
+        assert "was killed by signal" not in text, text
+    shutil.rmtree(work.path)
+
+
 def a_log_that_nobody_reads_any_more_ends_no_run():
     work = Ranks(steps=12)
     for ranks in (1, 2):

@@ -105,6 +105,25 @@ struct Folder {
   }
 };
 
+// A stop that comes while ranks are being started waits for their own handlers: before them it would end a rank, or be lost between fork and exec.
+class StopsHeldBack {
+ public:
+  StopsHeldBack() {
+    sigset_t stops;
+    sigemptyset(&stops);
+    for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
+      sigaddset(&stops, number);
+    }
+    pthread_sigmask(SIG_BLOCK, &stops, &before_);
+  }
+  ~StopsHeldBack() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  StopsHeldBack(const StopsHeldBack&) = delete;
+  StopsHeldBack& operator=(const StopsHeldBack&) = delete;
+
+ private:
+  sigset_t before_{};
+};
+
 std::vector<std::string> own_words() {
   const std::string all = read_file("/proc/self/cmdline", ExitCode::kInternal);
   std::vector<std::string> words;
@@ -185,6 +204,7 @@ class Launch {
   Launch& operator=(const Launch&) = delete;
 
   void start() {
+    const StopsHeldBack held_back;
     const std::vector<std::string> words = own_words();
     const pid_t self = ::getpid();
     const int64_t threads = std::max<int64_t>(1, static_cast<int64_t>(std::thread::hardware_concurrency()) / flags_.nproc);
@@ -269,7 +289,7 @@ class Launch {
       const bool is_fine = WIFEXITED(status) && (WEXITSTATUS(status) == 0 || WEXITSTATUS(status) == static_cast<int>(ExitCode::kInterrupted));
       interrupted_ = interrupted_ || (WIFEXITED(status) && WEXITSTATUS(status) == static_cast<int>(ExitCode::kInterrupted));
       if (rank.number == 0) {
-        rank_zero_told_ = WIFEXITED(status) && WEXITSTATUS(status) != 0;
+        rank_zero_told_ = WIFEXITED(status) && WEXITSTATUS(status) != 0 && WEXITSTATUS(status) != static_cast<int>(ExitCode::kInterrupted);
       }
       if (!is_fine && !first_) {
         first_ = FirstFailure{.rank = rank.number, .signal = signal_of(status),
