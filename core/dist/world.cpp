@@ -122,8 +122,10 @@ World world_from(const Environment& environment) {
       world.folder = environment("SF_LAUNCHER").value();
     }
     find_rank_zero(world, reader, "", is_ours ? 0 : kDefaultPort);
-    world.store_is_running = environment("TORCHELASTIC_USE_AGENT_STORE") == "True";
-    world.attempt = environment("TORCHELASTIC_RESTART_COUNT").value_or("");
+    if (!is_ours) {  // torchrun may have started the launcher; the ranks are the launcher's, and so is their store
+      world.store_is_running = environment("TORCHELASTIC_USE_AGENT_STORE") == "True";
+      world.attempt = environment("TORCHELASTIC_RESTART_COUNT").value_or("");
+    }
   } else if (environment("OMPI_COMM_WORLD_RANK")) {
     who = "mpirun";
     world.rank = reader.needed("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE");

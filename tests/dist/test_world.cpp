@@ -83,6 +83,17 @@ TEST_CASE("world: torchrun's agent keeps the store, and a restart has keys of it
   CHECK(world.attempt == "3");
 }
 
+TEST_CASE("world: ranks of sf-host that torchrun has started itself keep a store of their own") {
+  std::map<std::string, std::string> variables = {{"TORCHELASTIC_USE_AGENT_STORE", "True"}, {"TORCHELASTIC_RESTART_COUNT", "3"}, {"TORCHELASTIC_RUN_ID", "x"}};
+  for (const auto& [name, value] : environment_of_rank({.nproc = 2}, 0, "/tmp/x")) {
+    variables[name] = value;
+  }
+  const World world = world_from(from(variables));
+  CHECK_FALSE(world.store_is_running);
+  CHECK(world.attempt.empty());
+  CHECK_MESSAGE(world.origin.starts_with("sf-host --nproc"), world.origin);
+}
+
 TEST_CASE("world: sets that are incomplete, contradict themselves or hold no number are refused with their names") {
   CHECK(has(refusal({{"RANK", "1"}}), "WORLD_SIZE"));
   CHECK(has(refusal({{"WORLD_SIZE", "2"}}), "RANK"));
