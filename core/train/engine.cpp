@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "core/base/error.hpp"
+#include "core/base/file_system.hpp"
 #include "core/base/log.hpp"
 #include "core/kernels/float8_head.hpp"
 #include "core/kernels/ops.hpp"
@@ -29,6 +30,8 @@ auto guarded(const EngineContext& context, const char* advice, Body&& body) {
       throw out_of_memory(error, "", advice);
     }
     throw Error(ExitCode::kInternal, error.what_without_backtrace());
+  } catch (const std::filesystem::filesystem_error& error) {
+    throw told_of_path(error);
   }
 }
 

@@ -8,6 +8,7 @@ Standard library only. Ends with `N passed, N failed`.
 import json
 import os
 import shutil
+import subprocess
 import time
 
 import tiny
@@ -53,6 +54,17 @@ def a_line_of_the_metrics_that_is_no_json_takes_no_other_with_it():
     shutil.rmtree(work.path)
 
 
+def a_path_that_can_not_be_looked_at_is_a_failure_of_the_world():
+    work = captured()
+    (work.path / "loop").symlink_to("loop")
+    for verb, *arguments in (("train", *sets('data.hidden_states_path="loop/x"')), ("train", "--init-from", work.path / "loop" / "x"), ("plan", *sets('model.target_model_path="loop/x"'))):
+        done = work.host(verb, *arguments, code=None)
+        assert done.returncode in (4, 7), (verb, arguments, done.returncode, done.stderr)
+        expect(done.stderr, "loop/x", "fix:")
+        assert "filesystem error" not in done.stderr, done.stderr
+    shutil.rmtree(work.path)
+
+
 def something_else_called_latest_loses_no_step():
     work = captured(steps=8)
     (work.run / "latest" / "mine").mkdir(parents=True)
@@ -91,6 +103,15 @@ def numbers_in_a_configuration_have_the_limits_of_the_options():
         begin = time.time()
         expect(work.host("plan", *no, code=2).stderr, "draft/bad-config", key.split(".")[-1], "fix:")
         assert time.time() - begin < 10
+    shutil.rmtree(work.path)
+
+
+def a_folder_for_temporary_files_that_is_none_is_told():
+    work = captured()
+    command = [tiny.HOST, "train", work.path / "recipe.toml", "--nproc", "2", "--backend", "fsdp2"]
+    done = subprocess.run(command, cwd=work.path, env={**tiny.ENVIRONMENT, "TMPDIR": "/no/such/folder"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 6, (done.returncode, done.stderr)
+    expect(done.stderr, 'TMPDIR is "/no/such/folder"', "fix:")
     shutil.rmtree(work.path)
 
 

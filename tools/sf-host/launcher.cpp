@@ -93,9 +93,16 @@ struct FirstFailure {
 struct Folder {
   fs::path path;
   Folder() {
-    std::string name = (fs::temp_directory_path() / "sf-ranks-XXXXXX").string();
+    constexpr const char* kFix = "set TMPDIR to a folder that you can write";
+    std::error_code none;
+    const fs::path place = fs::temp_directory_path(none);
+    if (none) {
+      const char* variable = std::getenv("TMPDIR");
+      throw Error(ExitCode::kCommunication, format("there is no folder for temporary files: TMPDIR is \"{}\"", variable == nullptr ? "" : variable), kFix);
+    }
+    std::string name = (place / "sf-ranks-XXXXXX").string();
     if (mkdtemp(name.data()) == nullptr) {
-      throw Error(ExitCode::kCommunication, format("can't make a folder in {}: {}", fs::temp_directory_path(), std::strerror(errno)), "set TMPDIR to a folder that you can write");
+      throw Error(ExitCode::kCommunication, format("can't make a folder in {}: {}", place, std::strerror(errno)), kFix);
     }
     path = name;
   }

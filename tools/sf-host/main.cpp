@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <filesystem>
 #include <iostream>
 #include <memory>
 #include <mutex>
@@ -18,6 +19,7 @@
 #include <system_error>
 #include <vector>
 
+#include "core/base/file_system.hpp"
 #include "core/base/log.hpp"
 #include "core/base/text.hpp"
 #include "core/recipe/render.hpp"
@@ -428,6 +430,9 @@ ExitCode run_program(int argc, char** argv) {
     return report(error.code(), error.what(), error.hint(), wants_json);
   } catch (const JsonError& error) {  // no place that expects such a file said it better
     return report(ExitCode::kData, error.what(), "that file is damaged, or not what its name says: correct it, or make it again", wants_json);
+  } catch (const std::filesystem::filesystem_error& error) {
+    const Error told = told_of_path(error);
+    return report(told.code(), told.what(), told.hint(), wants_json);
   } catch (const std::bad_alloc&) {
     return report(ExitCode::kDevice, "out of memory", "smaller training.batch_size or data.max_length",
                   wants_json);
