@@ -2,6 +2,7 @@
 
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
+#include "core/base/log.hpp"
 #include "core/checkpoint/presence.hpp"
 #include "core/checkpoint/retention.hpp"
 #include "core/recipe/rules.hpp"
@@ -69,6 +70,18 @@ void on_disk(const std::string& doing, const Function& function) {
   } catch (const fs::filesystem_error& error) {
     throw Error(ExitCode::kCheckpoint, format("{}: {}: {}", doing, error.path1(), error.code().message()),
                 "check the permissions and the free space of training's output_dir");
+  }
+}
+
+// The step has its name: what can't be tidied up behind it is no reason to end the run that saved it.
+template <class Function>
+void behind_commit(int64_t step, const Function& function) {
+  try {
+    function();
+  } catch (const std::exception& error) {
+    const auto* known = dynamic_cast<const Error*>(&error);
+    const std::string hint = known != nullptr ? known->hint() : "";
+    log_warn("step {} is saved, but not all that follows could be done: {}{}", step, error.what(), hint.empty() ? "" : format(" ({})", hint));
   }
 }
 
@@ -248,16 +261,17 @@ fs::path commit_checkpoint(const fs::path& run_folder, int64_t step, CheckpointI
   if (!is_there(folder)) {
     on_disk(format("committing step {}", step), [&] { fs::rename(partial, folder); });
   } else if (renameat2(AT_FDCWD, partial.c_str(), AT_FDCWD, folder.c_str(), RENAME_EXCHANGE) == 0) {
-    remove_folder(partial);                         // what had the name before
+    behind_commit(step, [&] { remove_folder(partial); });  // what had the name before
   } else if (errno == EINVAL || errno == ENOSYS) {  // a file system that can't exchange names: a moment
                                                     // without either, both stay on disk
+    const fs::path before = run_folder / (".removed-" + step_folder_name(step));
     on_disk(format("committing step {}", step), [&] {
-      const fs::path before = run_folder / (".removed-" + step_folder_name(step));
       fs::remove_all(before);
       fs::rename(folder, before);
       fs::rename(partial, folder);
-      fs::remove_all(before);
     });
+    std::error_code left;  // for the next start
+    fs::remove_all(before, left);
   } else {
     throw Error(ExitCode::kCheckpoint, format("committing step {}: renaming to {}: {}", step, folder,
                                               std::generic_category().message(errno)));
@@ -471,7 +485,7 @@ void CheckpointSaver::commit(CheckpointIndex index) {
     (void)commit_checkpoint(run_folder_, step, std::move(index), state_, texts_);
     committed_ = std::chrono::steady_clock::now();
     if (after_commit_) {
-      after_commit_();
+      behind_commit(step, after_commit_);
     }
   } catch (const Error& error) {
     throw error.code() == ExitCode::kCheckpoint && is_alone() ? error.within(format("saving step {}", step)) : error;

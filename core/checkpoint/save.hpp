@@ -133,7 +133,7 @@ class CheckpointSaver {
     std::shared_ptr<SnapshotSource> source = {};  // gives the bytes of tensors without data
     std::vector<TextFile> texts = {};             // likewise
     std::shared_ptr<const void> keep_alive = {};  // owns what the tensors borrow
-    /// Rank 0, right after the commit, on the committing thread: what must not happen before (best, rotation).
+    /// Rank 0, right after the commit, on the committing thread: what must not happen before (best, rotation). What it throws is a warning: the step is saved.
     std::function<void()> after_commit = {};
   };
   /// Waits for a save in flight (rule A2), checks the free space, hands what is ready to the writer and returns. With one rank and the

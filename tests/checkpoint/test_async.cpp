@@ -1,6 +1,7 @@
 // async_ckpt.so as a host has it, and saves that go on beside their caller. About 2 s.
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
+#include "core/base/log.hpp"
 #include "core/checkpoint/resume.hpp"
 #include "core/checkpoint/retention.hpp"
 #include "tests/checkpoint/fixture.hpp"
@@ -113,6 +114,29 @@ TEST_CASE("rule A5: what follows a commit happens when the step has its name, on
   CHECK(seen == 1);
   CHECK(saver.is_idle());
   CHECK(open_checkpoint(folder.path(), "auto")->index().step == 1);
+}
+
+TEST_CASE("rule A5: what can't be done behind a commit takes nothing from the step that has its name") {
+  for (const bool beside : {false, true}) {
+    CAPTURE(beside);
+    TempFolder folder;
+    SyncWriter sync;
+    std::unique_ptr<test::AsyncPlugin> async = beside ? std::make_unique<test::AsyncPlugin>() : nullptr;
+    CheckpointSaver saver(folder.path(), beside ? async->writer() : sync.writer(), {}, beside);
+    std::vector<std::string> told;
+    redirect_log([&](Level, std::string_view line) { told.emplace_back(line); });
+    for (const int64_t step : {1, 2}) {
+      CheckpointSaver::Request request = request_of(std::make_shared<SmallRun>(step));
+      request.after_commit = [] { throw Error(ExitCode::kCheckpoint, "deleting step-00000000: Directory not empty", "close it"); };
+      saver.start(std::move(request));
+      (void)saver.wait();
+      CHECK(saver.last_step()->step == step);
+    }
+    redirect_log({});
+    REQUIRE(told.size() == 2);
+    CHECK(told[0] == "step 1 is saved, but not all that follows could be done: deleting step-00000000: Directory not empty (close it)");
+    CHECK(open_checkpoint(folder.path(), "auto")->index().step == 2);
+  }
 }
 
 // Three ranks as threads that meet in gather.
