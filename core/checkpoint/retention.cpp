@@ -46,6 +46,9 @@ std::optional<BestRecord> read_best(const fs::path& run_folder) {
                       .score = json.at("score").as_double(),
                       .metric = json.at("metric").as_string(),
                       .metrics = json.at("metrics")};
+    if (const Json* samples = json.find("measured_on")) {  // records of earlier versions have none
+      record.measured_on = samples->as_string();
+    }
     if (!is_there(run_folder / step_folder_name(record.step) / kMarkerFile)) {
       return std::nullopt;
     }
@@ -56,18 +59,23 @@ std::optional<BestRecord> read_best(const fs::path& run_folder) {
   }
 }
 
+bool are_comparable(const BestRecord& a, const BestRecord& b) {
+  return a.measured_on.empty() || b.measured_on.empty() || a.measured_on == b.measured_on;
+}
+
 bool offer_best(const fs::path& run_folder, const BestRecord& record) {
   if (!std::isfinite(record.score)) {
     return false;
   }
   const std::optional<BestRecord> before = read_best(run_folder);
-  if (before && before->score >= record.score) {
+  if (before && are_comparable(*before, record) && before->score >= record.score) {
     return false;
   }
   const Json json = Json::object({{"step", record.step},
                                   {"folder", step_folder_name(record.step)},
                                   {"metric", record.metric},
                                   {"score", record.score},
+                                  {"measured_on", record.measured_on},
                                   {"metrics", record.metrics}});
   atomic_write(run_folder / kBestFile, json.dump(2) + "\n", ExitCode::kCheckpoint);
   return true;
@@ -108,7 +116,7 @@ std::vector<int64_t> rotate_checkpoints(const fs::path& run_folder, const Retent
   return removed;
 }
 
-std::vector<int64_t> discard_newer_than(const fs::path& run_folder, int64_t step) {
+std::vector<int64_t> discard_newer_than(const fs::path& run_folder, int64_t step, int64_t just_saved) {
   std::vector<int64_t> removed;
   const std::optional<BestRecord> best = read_best(run_folder);
   if (best && best->step > step) {
@@ -116,7 +124,7 @@ std::vector<int64_t> discard_newer_than(const fs::path& run_folder, int64_t step
     fs::remove(run_folder / kBestFile, ignored);
   }
   for (const int64_t found : committed_steps(run_folder)) {
-    if (found > step) {
+    if (found > step && found != just_saved) {
       remove_folder(run_folder / step_folder_name(found));
       removed.push_back(found);
     }

@@ -26,11 +26,15 @@ struct BestRecord {
   double score = 0;
   std::string metric = {};        // "acceptance_length"
   Json metrics = Json::object();  // what else was measured then
+  std::string measured_on = {};   // which samples; empty: it does not say
 };
+
+/// Whether their scores say which is better: both were measured on the same samples, as far as they say so.
+[[nodiscard]] bool are_comparable(const BestRecord& a, const BestRecord& b);
 
 /// Nothing when there is no record, its folder is gone, or (with a warning) it can't be read. Never throws for what the file holds.
 [[nodiscard]] std::optional<BestRecord> read_best(const std::filesystem::path& run_folder);
-/// Records a committed step when its score is finite and higher than the best so far. True when it is the new
+/// Records a committed step when its score is finite, and higher than the best so far where the two are comparable. True when it is the new
 /// best.
 bool offer_best(const std::filesystem::path& run_folder, const BestRecord& record);
 
@@ -47,9 +51,9 @@ struct RetentionPolicy {
 /// should look at them. Returns the deleted steps.
 std::vector<int64_t> rotate_checkpoints(const std::filesystem::path& run_folder, const RetentionPolicy& policy, int64_t just_saved);
 
-/// After the first save of a run that went on from an older step: deletes the checkpoints of the abandoned
-/// future (steps above `step`) and a best record that is one of them. Returns the deleted steps.
-std::vector<int64_t> discard_newer_than(const std::filesystem::path& run_folder, int64_t step);
+/// After the first save of a run that went on from `step`: deletes the checkpoints of the abandoned future, which are the steps above it but for
+/// `just_saved`, and a best record of that future, also one that names what had `just_saved`'s number before. Returns the deleted steps.
+std::vector<int64_t> discard_newer_than(const std::filesystem::path& run_folder, int64_t step, int64_t just_saved);
 
 /// Makes the link `latest` point to `step_folder`, in one move.
 void point_latest(const std::filesystem::path& run_folder, const std::filesystem::path& step_folder);

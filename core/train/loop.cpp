@@ -20,6 +20,7 @@
 #include "core/base/error.hpp"
 #include "core/base/file.hpp"
 #include "core/base/log.hpp"
+#include "core/base/text.hpp"
 #include "core/checkpoint/resume.hpp"
 #include "core/checkpoint/retention.hpp"
 #include "core/checkpoint/save.hpp"
@@ -163,17 +164,17 @@ class TrainingRun {
     }
     if (!arguments.resume.empty()) {
       if (const auto checkpoint = resumed_checkpoint(arguments.resume)) {
+        refuse_other_run(checkpoint->folder());
         progress_ = restore(*checkpoint, *session_, *optimizer_, *features_, horizon_.schedule);
         count_windows_left();
         log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
         resumed_ = true;
-        saved_update_ = committed_update_ = progress_.update;
+        resumed_update_ = saved_update_ = committed_update_ = progress_.update;
         return;
       }
       log_info("no checkpoint in {} yet: a fresh start", session_->run_folder.string());
-    } else if (const auto existing = session_->is_lead() ? list_checkpoints(session_->run_folder) : std::vector<FoundCheckpoint>(); !existing.empty()) {
-      throw Error(ExitCode::kUsage, session_->run_folder.string() + " already holds checkpoints (newest: step " +
-                                        std::to_string(existing.front().step) + ")",
+    } else if (const auto newest = newest_own_step()) {
+      throw Error(ExitCode::kUsage, session_->run_folder.string() + " already holds checkpoints (newest: step " + std::to_string(*newest) + ")",
                   "--resume auto goes on with it; another run_id or output_dir starts anew");
     }
     if (!arguments.init_from.empty()) {
@@ -240,6 +241,30 @@ class TrainingRun {
     }
   }
 
+  // Of rank 0, who says it for all. A save that was cut short is nothing to go on with, so it keeps no other start from this folder.
+  std::optional<int64_t> newest_own_step() const {
+    for (const FoundCheckpoint& found : session_->is_lead() ? list_checkpoints(session_->run_folder) : std::vector<FoundCheckpoint>()) {
+      if (found.state != FoundCheckpoint::State::unfinished) {
+        return found.step;
+      }
+    }
+    return std::nullopt;
+  }
+
+  // The first save drops what lies behind the step that a run goes on from: in a folder with steps of its own that would be another run's work.
+  void refuse_other_run(const std::filesystem::path& step_folder) const {
+    const std::optional<int64_t> newest = newest_own_step();
+    std::error_code unknown;
+    const auto is_here = [&](const std::filesystem::path& step) {
+      return std::filesystem::equivalent(std::filesystem::absolute(step, unknown).parent_path(), session_->run_folder, unknown);
+    };
+    if (newest && !is_here(step_folder) && !is_here(std::filesystem::canonical(step_folder, unknown))) {
+      throw Error(ExitCode::kUsage, format("--resume names {}, of another run, and {} holds checkpoints of its own (newest: step {})", step_folder, session_->run_folder,
+                                           *newest),
+                  "go on with that run in its own folder (run_id, output_dir), or choose a run_id for what is to become of it here");
+    }
+  }
+
   // Windows of another number of ranks took other parts of the stream; what counts is where they ended.
   void count_windows_left() {
     const int64_t max_steps = plan_.get<int64_t>("training.max_steps");
@@ -258,9 +283,23 @@ class TrainingRun {
     return found;
   }
 
+  // The score to beat. One of a future that this run has left is none, nor one on other samples.
   std::string best_text() const {
     const auto best = read_best(session_->run_folder);
-    return best ? to_text(best->score) : "";
+    if (!best || held_out_ == nullptr || (resumed_ && best->step > resumed_update_)) {
+      return "";
+    }
+    if (!are_comparable(*best, {.measured_on = measured_on()})) {
+      log_warn("step {} is the best so far on other held-out samples ({}) than this run has ({}): the next evaluation is the new best", best->step, best->measured_on,
+               measured_on());
+      return "";
+    }
+    return to_text(best->score);
+  }
+
+  std::string measured_on() const {
+    const int64_t most = plan_.get<int64_t>("training.eval_max_samples");
+    return format("{}, {} samples", held_out_->fingerprint().substr(0, 16), most > 0 ? std::min(most, held_out_->size()) : held_out_->size());
   }
 
   SavePeers save_peers() const {
@@ -690,12 +729,12 @@ class TrainingRun {
   // On the committing thread, when the step has its name and not before (rule A5).
   void tend_checkpoints(int64_t update, bool drops_future, const std::optional<Evaluation>& evaluation) const {
     if (drops_future) {
-      for (const int64_t step : discard_newer_than(session_->run_folder, update)) {
+      for (const int64_t step : discard_newer_than(session_->run_folder, resumed_update_, update)) {
         log_info("removed step {} of the run's abandoned future", step);
       }
     }
     if (evaluation && offer_best(session_->run_folder, {.step = update, .score = evaluation->acceptance_length, .metric = "acceptance_length",
-                                                        .metrics = evaluation->to_json()})) {
+                                                        .metrics = evaluation->to_json(), .measured_on = measured_on()})) {
       log_info("{}", run_rule("A5", {{"step", to_text(update)}, {"metric", "acceptance length"}, {"score", format_fixed(evaluation->acceptance_length, 3)}}).message);
     }
     (void)rotate_checkpoints(session_->run_folder,
@@ -745,6 +784,7 @@ class TrainingRun {
 
   RunProgress progress_;
   bool resumed_ = false, saved_since_resume_ = false, interrupted_ = false;
+  int64_t resumed_update_ = 0;           // where a resumed run went on
   bool diverged_ = false;
   std::optional<double> last_loss_;
   double train_seconds_ = 0;

@@ -113,9 +113,43 @@ TEST_CASE("retention: a run that went on from an older step drops the future tha
   save_steps(folder.path(), {10, 20, 30});
   REQUIRE(offer_best(folder.path(), scored(30, 9)));
   save_steps(folder.path(), {15});
-  CHECK(discard_newer_than(folder.path(), 15) == std::vector<int64_t>{30, 20});
+  CHECK(discard_newer_than(folder.path(), 10, 15) == std::vector<int64_t>{30, 20});
   CHECK(steps_in(folder.path()) == std::vector<int64_t>{15, 10});
   CHECK_FALSE(fs::exists(folder.path() / "best.json"));
+}
+
+TEST_CASE("retention: of an abandoned future nothing stays, neither behind the first save nor before it, nor a score of what had its number") {
+  for (const int64_t best : {20, 30}) {
+    CAPTURE(best);
+    TempFolder folder;
+    save_steps(folder.path(), {10, 20, 30, 40});
+    REQUIRE(offer_best(folder.path(), scored(best, 9)));
+    save_steps(folder.path(), {30});  // gone on from 10; another 30 than the one before
+    CHECK(discard_newer_than(folder.path(), 10, 30) == std::vector<int64_t>{40, 20});
+    CHECK(steps_in(folder.path()) == std::vector<int64_t>{30, 10});
+    CHECK_FALSE(read_best(folder.path()).has_value());
+    CHECK(offer_best(folder.path(), scored(30, 2)));
+  }
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20});
+  REQUIRE(offer_best(folder.path(), scored(10, 9)));
+  save_steps(folder.path(), {15});
+  CHECK(discard_newer_than(folder.path(), 10, 15) == std::vector<int64_t>{20});
+  CHECK(read_best(folder.path())->step == 10);  // of the part that both have
+}
+
+TEST_CASE("retention: scores on other samples do not compare") {
+  TempFolder folder;
+  save_steps(folder.path(), {10, 20, 30});
+  BestRecord easy = scored(10, 9), hard = scored(20, 2), harder = scored(30, 1);
+  easy.measured_on = "a";
+  hard.measured_on = harder.measured_on = "b";
+  REQUIRE(offer_best(folder.path(), easy));
+  CHECK(read_best(folder.path())->measured_on == "a");
+  CHECK(offer_best(folder.path(), hard));
+  CHECK_FALSE(offer_best(folder.path(), harder));
+  CHECK(read_best(folder.path())->step == 20);
+  CHECK(are_comparable(scored(10, 9), hard));  // a record of an earlier version does not say
 }
 
 TEST_CASE("resume: auto takes the newest complete one and passes over a save that was cut short") {

@@ -54,6 +54,66 @@ def a_line_of_the_metrics_that_is_no_json_takes_no_other_with_it():
     shutil.rmtree(work.path)
 
 
+def a_first_save_that_was_cut_short_is_in_no_ones_way():
+    work = captured(steps=4)
+    work.host("train")
+    (work.path / "out" / "second" / ".partial-step-00000003").mkdir(parents=True)
+    again = ("train", "--init-from", work.run / "step-00000004", *sets('run_id="second"'))
+    expect(work.host(*again).stderr, "weights from")
+    expect(work.host(*again, code=2).stderr, "already holds checkpoints (newest: step 4)")
+    (work.path / "out" / "third" / ".partial-step-00000003").mkdir(parents=True)
+    expect(work.host("train", "--resume", "none", *sets('run_id="third"')).stderr, "step 4/4")
+    shutil.rmtree(work.path)
+
+
+def best_is_of_the_way_that_the_run_has_gone():
+    work = captured(steps=8)
+    every = sets("training.eval_interval=1", "training.save_interval=2")
+    work.host("train", *every)
+    best = json.loads((work.run / "best.json").read_text())
+    assert best["measured_on"].endswith(", 6 samples"), best
+    for step in (4, 8):  # a score that no other step reaches, of a future that is left: step 4 is saved anew, step 8 behind it
+        (work.run / "best.json").write_text(json.dumps({**best, "step": step, "folder": f"step-{step:08d}", "score": 99.0}))
+        work.host("train", "--resume", work.run / "step-00000002", *sets("training.eval_interval=1", "training.save_interval=4"))
+        now = json.loads((work.run / "best.json").read_text())
+        lines = [json.loads(line) for line in (work.run / "metrics.jsonl").read_text().splitlines()]
+        scores = {line["step"]: line["eval"]["acceptance_length"] for line in lines if "eval" in line and line["step"] > 2}
+        assert now["score"] == max(scores.values()) and scores[now["step"]] == now["score"], (now, scores)
+        work.host("train", "--resume", work.run / "step-00000002", *every)
+    shutil.rmtree(work.path)
+
+
+def going_on_from_another_run_deletes_nothing_of_this_one():
+    work = captured(steps=6)
+    often = sets("training.save_interval=2", 'data.eval_hidden_states_path=""')
+    for run in ("one", "two"):
+        work.host("train", *often, *sets(f'run_id="{run}"'))
+    one, two = work.path / "out" / "one", work.path / "out" / "two"
+    done = work.host("train", "--resume", one / "step-00000002", *often, *sets('run_id="two"'), code=2)
+    expect(done.stderr, "of another run, and", "holds checkpoints of its own (newest: step 6)", "fix:")
+    assert len(list(two.glob("step-*"))) == 3
+    work.host("train", "--resume", one / "step-00000002", *often, *sets('run_id="three"'))
+    (work.path / "link").symlink_to(two / "step-00000002")
+    work.host("train", "--resume", work.path / "link", *often, *sets('run_id="two"'))   # its own, by another name
+    (two / "step-00000004").rename(work.path / "step-00000004")
+    (two / "step-00000004").symlink_to(work.path / "step-00000004")
+    work.host("train", "--resume", two / "step-00000004", *often, *sets('run_id="two"'))   # moved to another disk
+    shutil.rmtree(work.path)
+
+
+def best_on_other_samples_is_no_score_to_beat():
+    work = captured(steps=8)
+    half = sets("training.max_steps=4", "training.total_steps=8", "training.eval_interval=4")
+    work.host("train", *half)
+    best = json.loads((work.run / "best.json").read_text())
+    (work.run / "best.json").write_text(json.dumps({**best, "score": 99.0}))
+    done = work.host("train", *sets("training.eval_interval=4", "training.eval_max_samples=3"))
+    expect(done.stderr, "step 4 is the best so far on other held-out samples", "6 samples", "3 samples")
+    now = json.loads((work.run / "best.json").read_text())
+    assert now["step"] == 8 and now["score"] < 10, now
+    shutil.rmtree(work.path)
+
+
 def a_path_that_can_not_be_looked_at_is_a_failure_of_the_world():
     work = captured()
     (work.path / "loop").symlink_to("loop")
