@@ -131,6 +131,12 @@ std::optional<Evaluation> evaluate(Session& session, const SampleSource& source,
     result.samples = pooled[1].item<int64_t>();
     unusable.count = pooled[2].item<int64_t>();
   }
+  if (denominator == 0) {  // 0 / 0 would read like a loss of nothing
+    throw Error(ExitCode::kData, format("none of the {} held-out samples that are looked at can be used{}", count,
+                                        unusable.reasons.empty() ? "" : "; the first: " + unusable.reasons.begin()->second),
+                max_samples > 0 ? "raise training.eval_max_samples, or check the loss masks of the first samples: supervised tokens have to lie within data.max_length"
+                                : "check the loss masks: supervised tokens have to lie within data.max_length");
+  }
   result.unusable = unusable.count;
   result.loss = session.runner->loss_sum().item<double>() / std::max(denominator, 1e-12);
   if (!std::isfinite(result.loss)) {

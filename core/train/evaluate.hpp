@@ -25,7 +25,7 @@ struct Evaluation {
 std::map<std::string, double> ratios(const std::map<std::string, MetricSum>& metrics);
 
 /// All samples in their order (the first `max_samples` when > 0), in batches of training.batch_size. Other state of the session is untouched.
-/// Nothing when a stop was requested before the last batch. Throws LossNotFinite (core/train/soundness.hpp).
+/// Nothing when a stop was requested before the last batch. Throws LossNotFinite (core/train/soundness.hpp), and Error(kData) when none of them can be used.
 std::optional<Evaluation> evaluate(Session& session, const SampleSource& source, const StepInfo& step, int64_t max_samples);
 
 /// Each next token is the one that most often followed in the training text (the lowest of equals).

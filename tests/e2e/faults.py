@@ -114,6 +114,21 @@ def best_on_other_samples_is_no_score_to_beat():
     shutil.rmtree(work.path)
 
 
+def held_out_samples_that_can_not_be_used_are_no_loss_of_nothing():
+    work = Work(steps=4)
+    lines = [json.loads(line) for line in (work.path / "eval.jsonl").read_text().splitlines()]
+    length = len(lines[0]["input_ids"])
+    lines[0]["loss_mask"] = [0] * (length - 2) + [1] * 2  # behind what a run with short samples sees
+    (work.path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    work.host("capture")
+    done = work.host("train", *sets("training.eval_max_samples=1", "data.max_length=10"), code=4)
+    expect(done.stderr, "none of the 1 held-out samples that are looked at can be used", "no two consecutive supervised tokens", "training.eval_max_samples")
+    assert not work.steps()
+    expect(work.host("eval", "--checkpoint", "untrained", *sets("training.eval_max_samples=1", "data.max_length=10"), code=4).stderr, "none of the 1 held-out samples")
+    work.host("train", *sets("training.eval_max_samples=2", "data.max_length=10"))
+    shutil.rmtree(work.path)
+
+
 def a_path_that_can_not_be_looked_at_is_a_failure_of_the_world():
     work = captured()
     (work.path / "loop").symlink_to("loop")
