@@ -44,6 +44,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+constexpr int64_t kNoStep = -1;  // of the metrics of an earlier run in this folder: a fresh start is another run
+
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 /// How many windows the run has, and how many the schedule is laid out for.
@@ -112,6 +114,7 @@ class TrainingRun {
     require_shared_folder();
     details_interval_ = arguments.details_interval;
     start_from(arguments);
+    tell_about_schedule();
     if (const auto best = told_by_lead(*session_, session_->is_lead() ? best_text() : "", "the best checkpoint so far"); !best.empty()) {
       best_score_ = std::stod(best);
     }
@@ -124,7 +127,7 @@ class TrainingRun {
     is_beside_ = writes_beside_training(plan_);
     saver_ = std::make_unique<CheckpointSaver>(session_->run_folder, checkpoint_writer(), save_peers(), is_beside_);
     if (session_->is_lead()) {
-      metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", progress_.update);
+      metrics_file_ = std::make_unique<MetricsFile>(session_->run_folder / "metrics.jsonl", resumed_ ? progress_.update : kNoStep);
       trackers_ = std::make_unique<Trackers>(context_.plugins, Trackers::Run{.run_id = plan_.get<std::string>("run_id"),
                                                                              .run_folder = std::filesystem::absolute(session_->run_folder),
                                                                              .recipe = plan_.recipe_text(),
@@ -141,6 +144,9 @@ class TrainingRun {
     }
     if (held_out_ != nullptr && progress_.update == 0) {
       first_evaluation_ = evaluate_held_out();
+      if (interrupted_) {
+        log_info("asked to stop before the first update: there is nothing to save");
+      }
     }
     if (!interrupted_) {
       try {
@@ -302,6 +308,13 @@ class TrainingRun {
     return format("{}, {} samples", held_out_->fingerprint().substr(0, 16), most > 0 ? std::min(most, held_out_->size()) : held_out_->size());
   }
 
+  void tell_about_schedule() const {
+    if (session_->is_lead() && horizon_.schedule < horizon_.windows && plan_.get<std::string>("training.lr_scheduler") != "constant") {
+      log_warn("training.total_steps = {} is less than the run's {} updates: those after it keep the schedule's last learning rate, {}", horizon_.schedule,
+               horizon_.windows, rate_->at(horizon_.schedule));
+    }
+  }
+
   SavePeers save_peers() const {
     Comm* comm = session_->placement.comm;
     if (comm == nullptr) {
@@ -435,7 +448,9 @@ class TrainingRun {
       progress_.update = update + 1;
       progress_.stream_position = order.next_position(progress_.stream_position, window_shape_);
       progress_.epoch = progress_.stream_position / source_.size;
-      last_loss_ = result.loss;
+      if (session_->placement.comm == nullptr || wants_details) {  // other windows' losses are summed on each rank alone
+        last_loss_ = result.loss;
+      }
       tokens_ += result.tokens;
       train_seconds_ += seconds_since(window_start);
       tokens_logged += result.tokens;

@@ -192,6 +192,19 @@ def a_log_that_nobody_reads_any_more_ends_no_run():
     shutil.rmtree(work.path)
 
 
+def what_a_stopped_run_tells_as_its_loss_is_that_of_all_ranks():
+    work = Ranks(steps=4000)
+    process = work.start_ranks(2, "--json", "--set", 'data.eval_hidden_states_path=""', "--set", "training.log_interval=4000")
+    wait_until(lambda: work.run.joinpath("metrics.jsonl").exists() and work.losses(), 60, "no progress")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    told = json.loads(out)
+    assert process.returncode == 130 and told["updates"] > 1, (process.returncode, out, err)
+    assert told["loss"] == work.losses()[1], "other windows' losses were not summed over the ranks"
+    shutil.rmtree(work.path)
+
+
 def a_killed_rank_ends_all_with_one_message():
     work = Ranks(steps=4000)
     for victim in (1, 0):

@@ -54,6 +54,16 @@ def a_line_of_the_metrics_that_is_no_json_takes_no_other_with_it():
     shutil.rmtree(work.path)
 
 
+def a_fresh_start_has_no_lines_of_the_run_before():
+    work = captured()
+    work.run.mkdir(parents=True)
+    (work.run / "metrics.jsonl").write_text('{"step": 0, "eval": {"loss": 1.5}}\n{"step": 1, "loss": 2.5}\n')  # of a run that was killed before its first save
+    work.host("train")
+    lines = [json.loads(line) for line in (work.run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["eval"]["samples"] for line in lines if line["step"] == 0] == [6], lines
+    shutil.rmtree(work.path)
+
+
 def a_first_save_that_was_cut_short_is_in_no_ones_way():
     work = captured(steps=4)
     work.host("train")
@@ -126,6 +136,13 @@ def held_out_samples_that_can_not_be_used_are_no_loss_of_nothing():
     assert not work.steps()
     expect(work.host("eval", "--checkpoint", "untrained", *sets("training.eval_max_samples=1", "data.max_length=10"), code=4).stderr, "none of the 1 held-out samples")
     work.host("train", *sets("training.eval_max_samples=2", "data.max_length=10"))
+    shutil.rmtree(work.path)
+
+
+def a_schedule_that_ends_before_the_run_is_told():
+    work = captured(steps=8)
+    expect(work.host("train", *sets("training.total_steps=5")).stderr, "training.total_steps = 5 is less than the run's 8 updates", "last learning rate")
+    assert "training.total_steps" not in work.host("train", *sets("training.total_steps=8", 'run_id="whole"')).stderr
     shutil.rmtree(work.path)
 
 
