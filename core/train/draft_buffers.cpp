@@ -124,6 +124,22 @@ void hand_over_buffers(const Session& session, const std::map<std::string, at::T
   session.algorithm->set_buffers(buffers, source);
 }
 
+void compare_named_buffers(const Session& session, const std::string& source) {
+  const fs::path path = session.description.buffers_file;
+  std::error_code gone;  // a checkpoint needs it no more
+  if (path.empty() || !fs::is_regular_file(path, gone)) {
+    return;
+  }
+  const auto named = read_buffers(path, session.description), own = session.algorithm->buffers();
+  for (const auto& [name, tensor] : own) {
+    const auto found = named.find(name);
+    if (found == named.end() || found->second.sizes() != tensor.sizes() || !at::equal(found->second.to(tensor.scalar_type()), tensor)) {
+      throw Error(ExitCode::kUsage, format("model.vocab_mapping_path names {}, and the weights of {} were trained for another vocabulary ('{}' differs)", path, source, name),
+                  "leave model.vocab_mapping_path out: the vocabulary comes with the weights; for another one start anew");
+    }
+  }
+}
+
 void make_draft_buffers(const Session& session, const FeatureStore& features) {
   const Description& description = session.description;
   if (!description.buffers_file.empty()) {

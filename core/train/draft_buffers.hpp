@@ -20,6 +20,9 @@ namespace sf {
 /// for an algorithm without buffers. Throws sf::Error (data) when a file can't be used.
 void make_draft_buffers(const Session& session, const FeatureStore& features);
 
+/// Weights have brought their buffers with them: a file that the recipe names has to hold the same. Throws Error(kUsage). One that is gone by now is no matter.
+void compare_named_buffers(const Session& session, const std::string& source);
+
 /// Checks names, shapes and types against the description and hands them over. `source` for messages.
 void hand_over_buffers(const Session& session, const std::map<std::string, at::Tensor>& buffers, const std::string& source);
 

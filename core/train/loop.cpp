@@ -176,6 +176,7 @@ class TrainingRun {
         log_info("going on from {} ({} of {} updates done)", checkpoint->folder().string(), progress_.update, horizon_.windows);
         resumed_ = true;
         resumed_update_ = saved_update_ = committed_update_ = progress_.update;
+        compare_named_buffers(*session_, checkpoint->folder().string());
         return;
       }
       log_info("no checkpoint in {} yet: a fresh start", session_->run_folder.string());
@@ -184,7 +185,9 @@ class TrainingRun {
                   "--resume auto goes on with it; another run_id or output_dir starts anew");
     }
     if (!arguments.init_from.empty()) {
-      log_info("weights from {}", restore_weights_from(arguments.init_from, *session_).string());
+      const std::filesystem::path source = restore_weights_from(arguments.init_from, *session_);
+      compare_named_buffers(*session_, source.string());
+      log_info("weights from {}", source.string());
       optimizer_->reload_masters();
     } else {
       // Rank 0 counts and keeps the result; the others find it, or count again where it is out of their sight.

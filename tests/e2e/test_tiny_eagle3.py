@@ -129,6 +129,15 @@ class TinyEagle3(unittest.TestCase):
         self.assertEqual(self.weights("mapped", 2), self.weights("mapped-torch", 2))
         with safetensors.safe_open(self.place / "runs/mapped/step-00000002/rank00000.safetensors", "np") as weights:
             np.testing.assert_array_equal(weights.get_tensor("buffers/d2t"), d2t)
+        # Weights bring their own along: another one would change nothing but what the user believes.
+        self.done("train", "--set", "training.total_steps=2", steps=3, run_id="mapped", model__vocab_mapping_path=saved)
+        other = self.place / "other.safetensors"
+        swapped = d2t.copy()
+        swapped[-1] -= 1
+        safetensors.numpy.save_file({"t2d": np.isin(np.arange(VOCABULARY), swapped + np.arange(DRAFTED)), "d2t": swapped}, other)
+        for flags in (("--resume", "auto", "--set", 'run_id="mapped"'), ("--init-from", self.place / "runs/mapped/step-00000002", "--set", 'run_id="another"')):
+            told = self.done("train", *flags, "--set", "training.total_steps=2", code=2, steps=4, model__vocab_mapping_path=other).stderr
+            self.assertIn("were trained for another vocabulary ('d2t' differs)", told)
         t2d, d2t = mapping(DRAFTED - 1)
         safetensors.numpy.save_file({"t2d": t2d, "d2t": d2t}, plain)
         self.assertIn("'d2t' has shape", self.done("train", code=4, steps=2, run_id="unfit", model__vocab_mapping_path=plain).stderr)
