@@ -516,6 +516,11 @@ Continuation compare_runs(const RunState& saved, const RunState& now) {
                  plugin.name, before->version, plugin.version));
     }
   }
+  for (const PluginStamp& plugin : saved.plugins) {  // one that was forgotten on the command line changes what is computed
+    if (std::none_of(now.plugins.begin(), now.plugins.end(), [&](const PluginStamp& p) { return p.name == plugin.name; })) {
+      out.warnings.push_back(format("plugin '{}' was part of the run that wrote the checkpoint, and is not part of this one", plugin.name));
+    }
+  }
   return out;
 }
 

@@ -359,6 +359,16 @@ TEST_CASE("checkpoint: a run that differs is not a continuation, and every diffe
   CHECK(compare_runs(now, saved).errors.size() == 1);
 }
 
+TEST_CASE("checkpoint: a plugin that came or went on the way is a warning") {
+  RunState saved = SmallRun(5).state(), now = saved;
+  now.plugins.push_back({.name = "fp8", .version = "0.1.0", .sha256 = "cc"});
+  const Continuation came = compare_runs(saved, now), went = compare_runs(now, saved);
+  REQUIRE(came.warnings.size() == 1);
+  CHECK(came.warnings[0] == "plugin 'fp8' was not part of the run that wrote the checkpoint");
+  REQUIRE(went.warnings.size() == 1);
+  CHECK(went.warnings[0] == "plugin 'fp8' was part of the run that wrote the checkpoint, and is not part of this one");
+}
+
 TEST_CASE("checkpoint: a learning rate that changed on the way is a warning with both values") {
   RunState saved = SmallRun(5).state();
   saved.recipe = "[plugin.dflash2]\nlearning_rate = 7\n\n[training]\nlearning_rate = 0.01  # a.toml:26\nweight_decay = 0.1  # a.toml:27\nlearning_rate_of = 3\nmax_steps = 5\n";
