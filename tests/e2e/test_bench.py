@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import tempfile
+import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOST = pathlib.Path(os.environ["SF_BUILD"]) / "bin" / "sf-host"
@@ -77,6 +78,21 @@ def main():
         assert "| base |" in done.stdout and "| wide |" in done.stdout and "broken (repeat 1" in done.stderr, done.stdout + done.stderr
         wide = json.loads((folder / "matrix" / "wide.json").read_text())
         assert wide["runs"] == 2 and wide["options"]["training.batch_size"] == "8", wide
+
+        # For a script: one document, whatever the children print. One name is one result, and a flag that would be lost is refused.
+        both = json.loads(run("matrix", RECIPE, "--warmup", "1", "--steps", "1", "--repeats", "1", *own, "--variant", "base", "--variant", "wide:training.batch_size=8",
+                              "--compare", folder / "step.json", "--output", folder / "again", "--json").stdout)
+        assert [result["label"] for result in both] == ["tiny-dflash2", "base", "wide"], both
+        for flags, told in ((("--variant", "base:training.batch_size=8"), 'two variants are called "base"'), (("--label", "x"), "--label has no meaning"),
+                            (("--nproc", "1", "--nnodes", "2", "--rendezvous", "127.0.0.1:29500"), "--nnodes asks for several")):
+            assert told in run("matrix", RECIPE, *own, "--variant", "base", *flags, code=2).stderr, flags
+        # SIGTERM for the parent alone reaches the run that is being measured.
+        long = subprocess.Popen([HOST, "bench", "matrix", RECIPE, "--warmup", "1", "--steps", "100000", "--repeats", "1", *own, "--variant", "base", "--output", folder / "long"],
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        time.sleep(2)
+        long.terminate()
+        long.communicate(timeout=60)
+        assert long.returncode == 130, long.returncode
 
         table = run("summarize", folder / "step.json", folder / "run.json").stdout
         assert "| tiny-dflash2 |" in table and "| files |" in table, table

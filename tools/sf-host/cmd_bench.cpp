@@ -1,10 +1,13 @@
 // sf-host bench: one timed run, a matrix of variants run in turn, or a table of results.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <system_error>
+#include <thread>
 
 #include "core/base/file.hpp"
 #include "core/base/log.hpp"
@@ -13,6 +16,7 @@
 #include "tools/sf-host/launcher.hpp"
 #include "tools/sf-host/run_session.hpp"
 
+#include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -74,6 +78,14 @@ std::string table(const std::vector<Json>& results) {
   return out;
 }
 
+void print_json(const std::vector<Json>& results) {
+  Json all = Json::array();
+  for (const Json& result : results) {
+    all.push_back(result);
+  }
+  std::puts(all.dump(2).c_str());
+}
+
 ExitCode summarize(const Command& command) {
   std::vector<Json> results;
   for (size_t i = 1; i < command.positional.size(); ++i) {
@@ -83,19 +95,15 @@ ExitCode summarize(const Command& command) {
     throw Error(ExitCode::kUsage, "summarize got no results", kUsage);
   }
   if (command.json) {
-    Json all = Json::array();
-    for (const Json& result : results) {
-      all.push_back(result);
-    }
-    std::puts(all.dump(2).c_str());
+    print_json(results);
   } else {
     std::fputs(table(results).c_str(), stdout);
   }
   return ExitCode::kOk;
 }
 
-// A child for each measurement: a GPU's memory and a library's state begin anew.
-int run_child(const std::vector<std::string>& words) {
+// A child for each measurement: a GPU's memory and a library's state begin anew. What it prints stands beside the messages when stdout is for JSON alone.
+int run_child(const std::vector<std::string>& words, bool is_stdout_ours) {
   std::vector<char*> arguments;
   arguments.reserve(words.size() + 1);
   for (const std::string& word : words) {
@@ -108,11 +116,19 @@ int run_child(const std::vector<std::string>& words) {
     throw Error(ExitCode::kInternal, "can't start a process: " + std::generic_category().message(errno));
   }
   if (child == 0) {
+    if (is_stdout_ours) {
+      dup2(STDERR_FILENO, STDOUT_FILENO);
+    }
     execv("/proc/self/exe", arguments.data());
     _exit(127);
   }
   int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  for (bool is_told = false; waitpid(child, &status, WNOHANG) == 0;) {
+    if (is_stop_requested() && !is_told) {  // of this process alone, perhaps
+      kill(child, SIGTERM);
+      is_told = true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
@@ -170,10 +186,25 @@ ExitCode matrix(const Command& command) {
   if (command.positional.size() != 2 || command.variants.empty()) {
     throw Error(ExitCode::kUsage, "a matrix takes one recipe and at least one --variant", kUsage);
   }
+  if (command.launch.nnodes > 1) {
+    throw Error(ExitCode::kUsage, "a matrix is measured on one machine, and --nnodes asks for several", "leave --nnodes out; --nproc goes with a matrix");
+  }
+  if (!command.label.empty()) {
+    throw Error(ExitCode::kUsage, "--label has no meaning for a matrix: results are called as their variants", "leave --label out");
+  }
   std::vector<Variant> variants;
+  std::set<std::string> names;
   for (const std::string& text : command.variants) {
     variants.push_back(parse_variant(text));
+    if (!names.insert(variants.back().name).second) {
+      throw Error(ExitCode::kUsage, format("two variants are called \"{}\": their results would become one", variants.back().name), "give each --variant a name of its own");
+    }
   }
+  std::vector<Json> merged;
+  if (!command.compare.empty()) {
+    merged.push_back(read_result(command.compare));
+  }
+  const size_t compared = merged.size();
   const fs::path folder = command.output.empty() ? fs::path("bench-results") : fs::path(command.output);
   fs::create_directories(folder);
   // Variants in turn, repeat by repeat, so that a machine that slows down slows all of them.
@@ -210,8 +241,8 @@ ExitCode matrix(const Command& command) {
       }
       std::fprintf(stderr, "bench matrix: %s, repeat %lld of %lld\n", variant.name.c_str(), static_cast<long long>(repeat) + 1,
                    static_cast<long long>(command.repeats));
-      const int code = run_child(words);
-      if (code == static_cast<int>(ExitCode::kInterrupted)) {
+      const int code = run_child(words, command.json);
+      if (code == static_cast<int>(ExitCode::kInterrupted) || is_stop_requested()) {
         return ExitCode::kInterrupted;
       }
       if (code != 0) {
@@ -221,15 +252,20 @@ ExitCode matrix(const Command& command) {
       }
     }
   }
-  std::vector<Json> merged;
   for (const Variant& variant : variants) {
     if (!results[variant.name].empty()) {
       merged.push_back(merge(results[variant.name]));
       atomic_write(folder / (variant.name + ".json"), merged.back().dump(2) + "\n", ExitCode::kUsage);
     }
   }
-  if (!merged.empty()) {
+  if (command.json) {
+    print_json(merged);
+  } else if (merged.size() > compared) {
     std::fputs(table(merged).c_str(), stdout);
+  }
+  if (!failed.empty() && command.json) {  // stdout has one document
+    log_error("runs of the matrix failed: {}; their messages stand above", join(failed, ", "));
+    return ExitCode::kInternal;
   }
   if (!failed.empty()) {
     throw Error(ExitCode::kInternal, "runs of the matrix failed: " + join(failed, ", "), "their messages stand above; the others are in the table");
