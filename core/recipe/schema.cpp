@@ -35,6 +35,11 @@ bool is_mistyped(const std::string& key, const std::vector<Option>& options, con
   return is_moved || is_hosts || (section != "algorithm" && !did_you_mean(key.substr(section.size()), neighbours).empty());
 }
 
+// What a shell would have put something in the place of; as a path it would make a folder of that name.
+std::string shell_word(const std::string& path) {
+  return path.starts_with('~') || path.starts_with('$') ? path.substr(0, path.find('/')) : "";
+}
+
 void make_absolute(Value& value, const std::filesystem::path& folder) {
   auto& text = std::get<std::string>(value);
   if (!text.empty()) {
@@ -175,6 +180,13 @@ PlanValues Schema::resolve(const RawValues& raw, const std::vector<Manifest>& in
                         .place = given.place,
                         .note = reading.note,
                         .fix = option.help.empty() ? "" : format("{}: {}", option.key, option.help)});
+        continue;
+      }
+      if (const std::string word = option.type == Type::path ? shell_word(std::get<std::string>(*reading.value)) : ""; !word.empty()) {
+        problems.error({.id = "recipe/bad-form",
+                        .message = format("{} is {}, and {} is nothing but a name here: only shells put a folder in its place", option.key, toml_text(*reading.value), word),
+                        .place = given.place,
+                        .fix = format("write the folder out; one that is called so is \"./{}\"", word)});
         continue;
       }
       value.value = *reading.value;

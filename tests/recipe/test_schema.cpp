@@ -74,6 +74,19 @@ TEST_CASE(
         (std::filesystem::current_path() / "output").string());
 }
 
+TEST_CASE("schema: what only a shell puts a folder in the place of is refused, and a folder of that name can be said") {
+  for (const char* path : {"~", "~/runs", "~anna/runs", "$SCRATCH/runs", "${HOME}"}) {
+    CAPTURE(path);
+    Resolved out = resolve_texts({std::string("output_dir=\"") + path + "\""}, {}, {});
+    REQUIRE(out.problems.error_count() == 1);
+    CHECK(out.problems.all()[0].id == "recipe/bad-form");
+    CHECK(out.problems.all()[0].message.find("is nothing but a name here") != std::string::npos);
+  }
+  for (const char* path : {"./~/runs", "a/~/b", "a$b"}) {
+    CHECK_MESSAGE(!resolve_texts({std::string("output_dir=\"") + path + "\""}, {}, {}).problems.has_errors(), path);
+  }
+}
+
 TEST_CASE("schema: all problems of a recipe are reported at once, each with its place") {
   Resolved out = resolve_texts(
       {"training.bach_size=4", "training.seed=\"x\"", "training.max_grad_norm=0",
