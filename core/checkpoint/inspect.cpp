@@ -144,11 +144,18 @@ std::vector<ListedCheckpoint> list_run(const fs::path& run_folder, CheckpointRea
     listed.is_latest = latest.filename() == listed.found.folder.filename();
     listed.is_best = best && best->step == listed.found.step && listed.found.state != FoundCheckpoint::State::unfinished;
     if (listed.found.state == FoundCheckpoint::State::complete) {
-      const CheckpointReader reader = CheckpointReader::open(listed.found.folder, CheckpointReader::Verify::sizes);
-      listed.bytes = bytes_of(reader.index());
-      listed.position = reader.state().position;
-      listed.ranks = reader.index().world_size;
-      listed.sharding = reader.state().layout.sharding;
+      try {
+        const CheckpointReader reader = CheckpointReader::open(listed.found.folder, CheckpointReader::Verify::sizes);
+        listed.bytes = bytes_of(reader.index());
+        listed.position = reader.state().position;
+        listed.ranks = reader.index().world_size;
+        listed.sharding = reader.state().layout.sharding;
+      } catch (const Error&) {
+        if (!is_there(listed.found.folder)) {  // a run that goes on has removed it meanwhile
+          continue;
+        }
+        throw;
+      }
     }
     out.push_back(std::move(listed));
   }

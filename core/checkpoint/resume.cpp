@@ -130,6 +130,9 @@ std::vector<FoundCheckpoint> list_checkpoints(const fs::path& run_folder, Checkp
         found.why = error.what();
       }
     }
+    if (found.state != FoundCheckpoint::State::complete && !is_there(entry.path())) {  // a run that goes on has removed it meanwhile, or given it its name
+      continue;
+    }
     out.push_back(std::move(found));
   }
   std::sort(out.begin(), out.end(), [](const FoundCheckpoint& a, const FoundCheckpoint& b) {

@@ -447,6 +447,18 @@ def the_verb_lists_inspects_compares_and_prunes():
     shutil.rmtree(work.path)
 
 
+def a_list_has_nothing_that_a_run_removes_meanwhile():
+    work = Run(steps=80)
+    process = work.begin("--set", "training.save_interval=1", "--set", "training.max_checkpoints=2", "--set", "training.log_interval=1000")
+    while not work.steps():
+        assert process.poll() is None
+    while process.poll() is None:
+        assert "damaged" not in checkpoints("list", work.folder()).stdout
+    process.communicate()
+    assert process.returncode == 0, process.returncode
+    shutil.rmtree(work.path)
+
+
 def weights_of_many_ranks_are_read_by_the_package_safetensors():
     import fetch_smollm2
 
