@@ -149,12 +149,29 @@ void read_into(const CheckpointReader& checkpoint, const std::string& name, cons
     throw Error(ExitCode::kCheckpoint,
                 checkpoint.folder().string() + ": '" + name + "' is " + saved.dtype + " " + shape_text(saved.shape) + ", this run has " +
                     wanted + " " + shape_text(shard.global_shape),
-                "resume with the recipe that is saved in the checkpoint");
+                "take the recipe that is saved in the checkpoint");
   }
   at::Tensor host = at::empty(into.sizes(), into.options().device(at::kCPU));
   checkpoint.read_range(name, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()}, shard.begin, shard.end);
   at::NoGradGuard no_grad;
   into.copy_(host);
+}
+
+// Weights alone, in this run's type: of a float32 run they come from the masters where the checkpoint has these.
+void read_weights(const CheckpointReader& checkpoint, const Shard& shard) {
+  const std::string wanted = dtype_name(dtype_of(shard.local.scalar_type())), master = "master/" + shard.name;
+  const bool has_better = wanted == "F32" && checkpoint.index().tensors.contains(master);
+  const std::string name = has_better ? master : "weights/" + shard.name;
+  const SavedTensor& saved = checkpoint.tensor(name);
+  const auto type = dtype_from_name(saved.dtype);
+  if (saved.dtype == wanted || saved.shape != shard.global_shape || !type || !is_floating(*type)) {
+    read_into(checkpoint, name, shard, shard.local);
+    return;
+  }
+  const at::Tensor host = at::empty(shard.local.sizes(), at::TensorOptions().dtype(scalar_type_of(*type)));
+  checkpoint.read_range(name, {static_cast<std::byte*>(host.data_ptr()), host.nbytes()}, shard.begin, shard.end);
+  at::NoGradGuard no_grad;
+  shard.local.copy_(host);
 }
 
 // Tensors that are not trained; the weights mean nothing without them.
@@ -270,7 +287,7 @@ void restore_weights(const CheckpointReader& checkpoint, Session& session) {
     }
   }
   for (Shard& shard : session.sharding->shards()) {
-    read_into(checkpoint, "weights/" + shard.name, shard, shard.local);
+    read_weights(checkpoint, shard);
     unused.erase("weights/" + shard.name);
   }
   refuse_unused(unused, checkpoint.folder());

@@ -76,6 +76,19 @@ def a_first_save_that_was_cut_short_is_in_no_ones_way():
     shutil.rmtree(work.path)
 
 
+def weights_start_a_run_of_the_other_type():
+    work = captured(steps=8)
+    work.host("train", *sets('run_id="float32"'))
+    work.host("train", *sets('run_id="bfloat16"', 'model.torch_dtype="bfloat16"'))
+    for source, other in (("float32", "bfloat16"), ("bfloat16", "float32")):
+        folder = work.path / "out" / source
+        done = json.loads(work.host("train", "--init-from", folder, "--resume", "none", "--json", *sets(f'run_id="{other}-2"', f'model.torch_dtype="{other}"', "training.max_steps=1")).stdout)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        before, after = ([line["eval"]["loss"] for line in lines if "eval" in line][place] for place in (0, -1))
+        assert abs(done["eval_before"]["loss"] - after) < 0.1 * (before - after), (source, before, after, done["eval_before"]["loss"])
+    shutil.rmtree(work.path)
+
+
 def best_is_of_the_way_that_the_run_has_gone():
     work = captured(steps=8)
     every = sets("training.eval_interval=1", "training.save_interval=2")
@@ -143,6 +156,7 @@ def a_schedule_that_ends_before_the_run_is_told():
     work = captured(steps=8)
     expect(work.host("train", *sets("training.total_steps=5")).stderr, "training.total_steps = 5 is less than the run's 8 updates", "last learning rate")
     assert "training.total_steps" not in work.host("train", *sets("training.total_steps=8", 'run_id="whole"')).stderr
+    expect(work.host("train", *sets("training.total_steps=1000", 'run_id="warm"')).stderr, "the run's 8 updates all lie in the warm-up, which takes 100 of the schedule's 1000")
     shutil.rmtree(work.path)
 
 

@@ -14,7 +14,7 @@ ExitCode run_train(const Command& command) {
   if (!session.plan(true)) {
     return session.code();
   }
-  if (!command.resume.empty() && !command.init_from.empty()) {
+  if (!command.resume.empty() && command.resume != "none" && !command.init_from.empty()) {
     throw Error(ExitCode::kUsage, "--resume and --init-from exclude each other",
                 "--resume goes on with a run; --init-from starts a new one from weights alone");
   }
