@@ -312,7 +312,14 @@ class TrainingRun {
   }
 
   void tell_about_schedule() const {
-    if (session_->is_lead() && horizon_.schedule < horizon_.windows && plan_.get<std::string>("training.lr_scheduler") != "constant") {
+    if (!session_->is_lead() || progress_.update >= horizon_.windows) {
+      return;
+    }
+    if (horizon_.windows < rate_->warm()) {
+      log_warn("the run's {} updates all lie in the warm-up, which takes {} of the schedule's {}: the learning rate reaches {}", horizon_.windows, rate_->warm(), horizon_.schedule,
+               rate_->at(horizon_.windows - 1));
+    }
+    if (horizon_.schedule < horizon_.windows && plan_.get<std::string>("training.lr_scheduler") != "constant") {
       log_warn("training.total_steps = {} is less than the run's {} updates: those after it keep the schedule's last learning rate, {}", horizon_.schedule,
                horizon_.windows, rate_->at(horizon_.schedule));
     }
