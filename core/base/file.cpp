@@ -83,13 +83,16 @@ class ReadableFile {
       fail(code, "reading", path);
     }
     bytes_ = static_cast<std::size_t>(std::max<off_t>(info.st_size, 0));
+    is_regular_ = S_ISREG(info.st_mode);
   }
   [[nodiscard]] int number() const { return file_.number(); }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }  // 0 for a pipe
+  [[nodiscard]] bool is_regular() const { return is_regular_; }
 
  private:
   Descriptor file_;
   std::size_t bytes_ = 0;
+  bool is_regular_ = false;
 };
 
 void write_all(int descriptor, std::string_view bytes, ExitCode code, const std::filesystem::path& path) {
@@ -179,6 +182,9 @@ std::uint64_t free_bytes(const std::filesystem::path& path) {
 
 MappedFile::MappedFile(const std::filesystem::path& path, ExitCode code) {
   ReadableFile file(path, code);
+  if (!file.is_regular()) {  // it would look like an empty file
+    throw Error(code, format("reading \"{}\": it is a pipe or a device, a file is expected", path), "write it to a file first, and name that");
+  }
   size_ = file.bytes();
   if (size_ == 0) {
     return;

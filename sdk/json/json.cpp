@@ -61,6 +61,8 @@ class JsonReader : public nlohmann::json_sax<nlohmann::json> {
     } else if (size_t colon = reason.find("column"); colon != std::string::npos) {
       reason = reason.substr(reason.find(": ", colon) + 2);
     }
+    constexpr size_t kReasonMost = 300;  // what was read last may be a text of megabytes
+    if (reason.size() > kReasonMost) reason = reason.substr(0, kReasonMost) + " ...";
     fail(position == 0 ? 0 : position - 1, reason);
   }
 

@@ -75,6 +75,7 @@ TEST_CASE("file: a mapped file has the file's bytes, also when it is empty or mo
   CHECK(MappedFile(folder.path / "empty").size() == 0);
   CHECK_THROWS_WITH_AS(MappedFile(folder.path / "absent"), doctest::Contains("No such file"), Error);
   CHECK_THROWS_AS(MappedFile{folder.path}, Error);
+  CHECK_THROWS_WITH_AS(MappedFile("/dev/null"), doctest::Contains("a pipe or a device"), Error);  // and not an empty file
   CHECK(sha256_file(folder.path / "a") == sha256(std::string_view("bytes")));
 }
 

@@ -76,6 +76,16 @@ TEST_CASE("json: a zero byte is refused wherever it stands, and not taken for th
   }
 }
 
+TEST_CASE("json: a text of megabytes that is torn is not all of the message") {
+  try {
+    (void)Json::parse("{\"text\": \"" + std::string(3'000'000, 'x'), "rows.jsonl");
+    FAIL("accepted");
+  } catch (const JsonError& error) {
+    CHECK(std::string(error.what()).size() < 400);
+    CHECK(std::string(error.what()).find("missing closing quote") != std::string::npos);
+  }
+}
+
 TEST_CASE("json: a key that appears twice is refused") {
   CHECK(message_of([] { (void)Json::parse(R"({"a": 1, "a": 2})", "x.json"); }) ==
         "x.json: not valid JSON: key \"a\" appears twice in one object");
