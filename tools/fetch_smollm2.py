@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def use_python_packages() -> Path:
     if not folder:
         setup = Path(__file__).resolve().parent / "setup"
         lines = subprocess.run([setup, "--print"], check=True, capture_output=True, text=True).stdout
-        folder = next(line.split("=", 1)[1].strip("'") for line in lines.split("\n") if "SF_PYTHON_DIR=" in line)
+        folder = next(word.split("=", 1)[1] for word in shlex.split(lines) if word.startswith("SF_PYTHON_DIR="))
     if not (Path(folder) / "gguf").is_dir():
         fail(f"the Python packages are not in {folder}", "run tools/setup")
     sys.path.insert(0, folder)

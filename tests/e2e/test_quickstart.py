@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,10 @@ class Quickstart(unittest.TestCase):
     @classmethod
     def tearDownClass(cls):
         shutil.rmtree(cls.place)
+
+    def test_0_its_stages_are_counted_to_the_last(self):
+        said = re.findall(r"^== (\d+)/(\d+)  ", self.first.stdout, re.MULTILINE)
+        self.assertEqual(said, [(str(n + 1), str(len(said))) for n in range(len(said))])
 
     def test_1_training_lowers_the_loss_and_lengthens_what_is_accepted(self):
         loss, accept = self.summary["loss"], self.summary["acceptance_length"]

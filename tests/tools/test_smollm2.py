@@ -1,5 +1,6 @@
 """The quickstart's target and conversations: conversion of the GGUF, and what the shipped records must be."""
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,11 @@ class Conversion(unittest.TestCase):
         pairs = np.array([[0], [10], [1], [11], [2], [12], [3], [13]])  # two heads of size 4: rows i and i+2 of a head were neighbours
         expected = [0, 1, 10, 11, 2, 3, 12, 13]
         self.assertEqual(fetch_smollm2.halves_from_pairs(pairs, 2)[:, 0].tolist(), expected)
+
+    def test_a_cache_folder_with_a_blank_in_its_name_is_looked_for_by_its_name(self):
+        environment = {**{key: value for key, value in os.environ.items() if key != "SF_PYTHON_DIR"}, "SF_CACHE": f"{self.place}/a cache"}
+        done = subprocess.run([sys.executable, ROOT / "tools/fetch_smollm2.py", Path(self.place) / "never"], capture_output=True, text=True, env=environment)
+        self.assertIn(f"are not in {self.place}/a cache/deps/python-", done.stderr)
 
     def test_bfloat16_rounds_to_nearest_even(self):
         values = np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -2.5], np.float32)
