@@ -20,7 +20,8 @@ FeatureNeeds offered(const FeatureInspection& what, std::string& features) {
   FeatureNeeds needs{.vocab_size = what.vocab_size,
                      .max_length = what.max_length,
                      .target_fingerprint = what.target_fingerprint,
-                     .verify_checksums = true};
+                     .verify_checksums = true,
+                     .named_by = what.named_by};
   const auto add = [&](FeatureNeed need, Dtype dtype) {
     features += format(", {} {} ({}{})", need.key, need.width, dtype_name(dtype),
                        need.layer_ids.empty() ? "" : format(", layers {}", need.layer_ids));
@@ -104,8 +105,8 @@ std::string inspect_tokens(const std::filesystem::path& path, int64_t vocab_size
 std::string inspect_features(const FeatureInspection& what) {
   std::string features;
   FeatureNeeds needs;
-  if (std::filesystem::is_directory(what.folder)) needs = offered(what, features);
   needs.named_by = what.named_by;
+  if (std::filesystem::is_directory(what.folder)) needs = offered(what, features);
   const auto store = FeatureStore::open(what.folder, needs);
   int64_t tokens = 0;
   int64_t unusable = 0;

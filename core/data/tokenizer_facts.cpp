@@ -84,4 +84,18 @@ TokenizerFacts read_tokenizer_facts(const std::filesystem::path& target) {
   return facts;
 }
 
+bool names_mask_token(const std::string& draft_config) {
+  try {
+    const Json config = Json::parse(draft_config);
+    for (const Json* place : {&config, config.find("dflash_config")}) {
+      const Json* token = place == nullptr ? nullptr : place->find("mask_token_id");
+      if (token != nullptr && !token->is_null()) {
+        return true;
+      }
+    }
+  } catch (const JsonError&) {  // refused where it is read
+  }
+  return false;
+}
+
 }  // namespace sf

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <string>
 
 namespace sf {
 
@@ -16,5 +17,8 @@ struct TokenizerFacts {
 
 /// Missing files leave -1. Throws sf::Error (data) when a file is there and is no JSON.
 [[nodiscard]] TokenizerFacts read_tokenizer_facts(const std::filesystem::path& target);
+
+/// Whether a draft's config.json says which token it is, so that nobody has to ask the tokenizer; null does not.
+[[nodiscard]] bool names_mask_token(const std::string& draft_config);
 
 }  // namespace sf

@@ -287,7 +287,7 @@ std::vector<FeatureFinding> check_features(const FeatureCheckRequest& request) {
                                  .vocab_size = config.vocab_size,
                                  .max_length = request.max_length,
                                  .target_fingerprint = target_fingerprint(json, weights),
-                                 .named_by = "data.hidden_states_path"});
+                                 .named_by = request.named_by});
       }) &&
       !std::filesystem::exists(request.features / kManifestName)) {
     return findings;

@@ -21,6 +21,7 @@ struct FeatureCheckRequest {
   int64_t max_length = 0;
   int64_t places = 512;              // that are looked at
   std::filesystem::path tokens = {};  // the token file that they should come from; empty: not compared
+  std::string named_by = {};          // the recipe's key for `features`, for messages
 };
 
 struct FeatureFinding {

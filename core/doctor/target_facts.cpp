@@ -70,14 +70,24 @@ void add_vocabulary(const TargetFactsRequest& request, const Json& json, const T
     id = tokenizer.mask_token_id;
     mask.origin = "tokenizer_config.json: mask_token";
   }
+  if (id < 0 && tokenizer.tokens >= 0 && tokenizer.tokens < config.vocab_size) {
+    id = tokenizer.tokens;
+    mask.origin = "nobody names one: the first id after the tokenizer's";
+  }
+  const Json* text = json.find("text_config");
+  for (const char* key : {"pad_token_id", "eos_token_id", "unk_token_id"}) {  // as a draft's configuration is resolved
+    const Json* found = (text != nullptr && text->is_object() ? *text : json).find(key);
+    if (found != nullptr && found->is_array() && found->size() > 0) found = &found->at(size_t{0});
+    if (id < 0 && found != nullptr && found->is_int() && found->as_int() >= 0) {
+      id = found->as_int();
+      mask.origin = format("nobody names one: config.json: {}", key);
+      mask.doubt = "conversations may contain it, and a draft does not tell it from a place to be drafted: set model.mask_token_id to a token that they do not contain";
+    }
+  }
   if (id < 0) {
     mask.value = "none";
-    mask.origin = "not in the recipe, the draft's configuration or the tokenizer";
-    if (tokenizer.tokens >= 0 && tokenizer.tokens < config.vocab_size) {
-      mask.value = format("none; the first free row is {}", tokenizer.tokens);
-    } else {
-      mask.doubt = "block drafts (DFlash, DSpark) need one: set model.mask_token_id to a token that conversations do not contain";
-    }
+    mask.origin = "not in the recipe, the draft's configuration, the tokenizer or config.json";
+    mask.doubt = "block drafts (DFlash, DSpark) need one: set model.mask_token_id to a token that conversations do not contain";
   } else {
     mask.value = std::to_string(id);
     if (id >= config.vocab_size) {

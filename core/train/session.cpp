@@ -142,7 +142,7 @@ ModelFacts model_facts(const Plan& plan) {
   facts.target_layer_ids = plan.get<std::vector<int64_t>>("model.target_layer_ids");
   facts.mask_token_id = plan.get<int64_t>("model.mask_token_id");
   // A tokenizer file of some megabytes is only read when nobody has named the token.
-  if (facts.mask_token_id < 0 && facts.draft_config_json.find("\"mask_token_id\"") == std::string::npos) {
+  if (facts.mask_token_id < 0 && !names_mask_token(facts.draft_config_json)) {
     const TokenizerFacts tokenizer = read_tokenizer_facts(plan.get<std::filesystem::path>("model.target_model_path"));
     facts.tokenizer_tokens = tokenizer.tokens;
     facts.tokenizer_mask_token_id = tokenizer.mask_token_id;

@@ -32,3 +32,12 @@ TEST_CASE("tokenizer facts: length and mask token from vocabulary and added toke
   scratch.write("tokenizer.json", "{");
   CHECK_THROWS_AS((void)sf::read_tokenizer_facts(scratch.path()), sf::Error);
 }
+
+TEST_CASE("tokenizer facts: a draft's configuration names the mask token when it has one, not when it has the key") {
+  CHECK(sf::names_mask_token(R"({"mask_token_id": 3})"));
+  CHECK(sf::names_mask_token(R"({"dflash_config": {"mask_token_id": 3}})"));
+  CHECK(sf::names_mask_token(R"({"mask_token_id": "x"})"));  // refused later, and not passed over
+  for (const char* none : {"", "{}", "[]", "{", R"({"mask_token_id": null})", R"({"dflash_config": {"mask_token_id": null}})", R"({"note": "\"mask_token_id\" is left out"})"}) {
+    CHECK_FALSE_MESSAGE(sf::names_mask_token(none), none);
+  }
+}

@@ -136,6 +136,15 @@ bool has(const std::string& text, const char* part) {
 
 }  // namespace
 
+TEST_CASE("features: a folder without any is told with the key that names it") {
+  Made made;
+  fs::create_directories(made.path / "empty");
+  const std::vector<FeatureFinding> findings = check_features({.features = made.path / "empty", .target = made.path / "target", .named_by = "data.eval_hidden_states_path"});
+  REQUIRE(findings.size() == 1);
+  CHECK_FALSE(findings[0].is_fine);
+  CHECK_MESSAGE(has(findings[0].text, "let data.eval_hidden_states_path name a folder"), findings[0].text);
+}
+
 TEST_CASE("features: right ones pass every check") {
   Made made;
   made.store([&](int k, std::size_t n) { return made.layer(k, n); }, [&](std::size_t n) { return made.last(n); });

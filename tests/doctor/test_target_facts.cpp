@@ -67,7 +67,9 @@ TEST_CASE("target: padding, mask token and what is doubtful are told") {
   std::ofstream(target.path / "tokenizer.json") << R"({"model":{"vocab":{"a":0,"b":36,"<mask>":35}},"added_tokens":[]})";
   std::vector<InheritedFact> facts = inherited_facts({.folder = target.path});
   CHECK(fact(facts, "vocabulary padding").value == "3 rows beyond the tokenizer's 37 tokens");
-  CHECK(fact(facts, "mask token").value == "none; the first free row is 37");
+  CHECK(fact(facts, "mask token").value == "37 (a padding row)");
+  CHECK(fact(facts, "mask token").origin == "nobody names one: the first id after the tokenizer's");
+  CHECK(fact(facts, "mask token").doubt == "");
   std::ofstream(target.path / "tokenizer_config.json") << R"({"mask_token":{"content":"<mask>"}})";
   facts = inherited_facts({.folder = target.path});
   CHECK(fact(facts, "mask token").value == "35");
@@ -78,6 +80,20 @@ TEST_CASE("target: padding, mask token and what is doubtful are told") {
   CHECK(fact(facts, "captured layers").doubt == "the target has the layers 0 to 1");
   std::ofstream(target.path / "tokenizer.json") << R"({"model":{"vocab":{"a":0,"b":99}},"added_tokens":[]})";
   CHECK(fact(inherited_facts({.folder = target.path}), "vocabulary padding").doubt.find("another model's") != std::string::npos);
+}
+
+TEST_CASE("target: the mask token is the one that a draft gets when nobody names one") {
+  const auto mask_of = [](const std::string& more) {
+    const Target target(R"({"model_type":"llama","hidden_size":8,"num_hidden_layers":2,"num_attention_heads":2,"intermediate_size":16,"vocab_size":40,"tie_word_embeddings":true)" + more + "}");
+    return fact(inherited_facts({.folder = target.path}), "mask token");
+  };
+  CHECK(mask_of("").value == "none");
+  CHECK(mask_of("").doubt.find("need one") != std::string::npos);
+  CHECK(mask_of(R"(,"eos_token_id":[2,3])").value == "2");
+  CHECK(mask_of(R"(,"eos_token_id":[2,3])").origin == "nobody names one: config.json: eos_token_id");
+  CHECK(mask_of(R"(,"eos_token_id":[2,3])").doubt.find("conversations may contain it") != std::string::npos);
+  CHECK(mask_of(R"(,"eos_token_id":2,"pad_token_id":7)").value == "7");
+  CHECK(mask_of(R"(,"eos_token_id":2,"pad_token_id":null)").value == "2");
 }
 
 TEST_CASE("target: a head of its own beside tied embeddings, and a missing theta, are doubts") {

@@ -131,13 +131,20 @@ bool names_tokens(const Plan& plan, const char* key) {
   return !plan.get<fs::path>(key).empty();
 }
 
+// Tokens that the recipe's draft guesses in a pass, as far as the recipe says it.
+std::int64_t draft_length(const Plan& plan) {
+  const std::int64_t block = number_or(plan, "model.draft_block_size", 0);
+  const std::int64_t known = plan.get<std::string>("algorithm.name") == "dflash2" ? 1 : 0;  // of a block's tokens; each of DSpark's is a guess
+  return number_or(plan, "training.ttt_length", block > 0 ? std::max<std::int64_t>(block - known, 1) : kUsualDraftLength);
+}
+
 VocabularySweep sweep_of(const Plan& plan, const TokenFile& train, const TokenFile* held_out) {
   std::vector<std::int64_t> sizes = usual_sizes(vocabulary_of(plan));
   const std::int64_t chosen = number_or(plan, "plugin.eagle3.draft_vocab_size", 0);
   if (chosen > 0) {
     sizes.push_back(chosen);
   }
-  return sweep_vocabulary(train, held_out, std::move(sizes), number_or(plan, "training.ttt_length", number_or(plan, "model.draft_block_size", kUsualDraftLength)));
+  return sweep_vocabulary(train, held_out, std::move(sizes), draft_length(plan));
 }
 
 // The texts of the shown tokens; what keeps them from being had is told, and the ids are shown instead.
@@ -331,7 +338,8 @@ ExitCode doctor_features(const Command& command, const Plan& plan) {
                                                          .target = plan.get<fs::path>("model.target_model_path"),
                                                          .keys = {.embedding = plan.get<std::string>("model.embedding_key"), .head = plan.get<std::string>("model.lm_head_key")},
                                                          .max_length = plan.get<std::int64_t>("data.max_length"),
-                                                         .tokens = plan.get<fs::path>(tokens)})) {
+                                                         .tokens = plan.get<fs::path>(tokens),
+                                                         .named_by = features})) {
       findings.push_back({format("{}: {}", features, finding.what), finding.is_fine, finding.text, finding.is_fine ? ExitCode::kOk : ExitCode::kData});
     }
   }
