@@ -65,6 +65,11 @@ class Skip(Exception):
         self.reason = reason
 
 
+def whole_unicode(text: str) -> str:
+    """The text with halves of surrogate pairs, which no UTF-8 can hold, spelled out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def read_text(path: Path, fix: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -85,6 +90,11 @@ def read_json(path: Path, fix: str) -> dict:
 
 
 # ---- the record
+
+def first_of(record: dict, *keys):
+    """The first value that is there. Files with a column for every way of spelling have null in the others."""
+    return next((record[key] for key in keys if record.get(key) is not None), None)
+
 
 def text_of(content, where: str, is_tool=False) -> str:
     """A message's content as one text; parts of text are joined, anything else is refused. What a tool returned may be any JSON, as its text."""
@@ -115,7 +125,7 @@ def calls_of(message, where: str):
     if isinstance(calls, str):
         try:
             calls = json.loads(calls)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Skip("bad-message", f"{where}: tool_calls is a text that is no JSON") from None
     if not calls:
         return None
@@ -129,7 +139,7 @@ def calls_of(message, where: str):
             if isinstance(function.get("arguments"), str):
                 try:
                     function["arguments"] = json.loads(function["arguments"])
-                except ValueError:
+                except (ValueError, RecursionError):
                     pass  # a template that prints it as it stands may take it
         result.append(call)
     return result
@@ -152,13 +162,13 @@ def messages_of(listed, prompts=False) -> tuple:
         where = f"message {i}"
         if not isinstance(message, dict):
             raise Skip("bad-message", f"{where} is {type(message).__name__}, an object expected")
-        name = message.get("role", message.get("from"))
+        name = first_of(message, "role", "from")
         role = ROLES.get(name.lower() if isinstance(name, str) else name if isinstance(name, (int, float)) else None)
         if role is None:
             raise Skip("unknown-role", f"{where} has the role {name!r}")
-        content = message.get("content", message.get("value"))
+        content = first_of(message, "content", "value")
         kept = {"role": role, "content": content if isinstance(content, str) else text_of(content, where, role == "tool")}
-        if len(message) == 2:
+        if len(message) == 2 and ("content" in message or "value" in message):
             messages.append(kept)
             continue
         calls = calls_of(message, where) if role == "assistant" else None
@@ -378,8 +388,9 @@ class Renderer:
             return None
 
     @staticmethod
-    def marked(messages, with_begin: bool, trimmed=True):
-        """The messages with marks around their contents; trimmed: inside the blanks at their ends, which a template may take away."""
+    def marked(messages, with_begin: bool, trimmed=True, empty_tools=False):
+        """The messages with marks around their contents; trimmed: inside the blanks at their ends, which a template may take away; empty_tools: also where a
+        tool returned nothing."""
         result = []
         for k, message in enumerate(messages):
             content = message["content"]
@@ -388,6 +399,8 @@ class Renderer:
                 begin = content.index(core)
                 marked = (chr(FIRST_MARK + 2 * k) if with_begin else "") + core + chr(FIRST_MARK + 2 * k + 1)
                 message = {**message, "content": content[:begin] + marked + content[begin + len(core):]}
+            elif empty_tools and message["role"] == "tool":
+                message = {**message, "content": content + chr(FIRST_MARK + 2 * k + 1)}
             result.append(message)
         return result
 
@@ -417,9 +430,12 @@ class Renderer:
         if whole.generated:
             return whole
         has_blanks = any(m["content"] != m["content"].strip() for m in messages)
-        for with_begin, trimmed in ((True, not has_blanks), (True, True), (False, True))[0 if has_blanks else 1:]:
+        ways = [(with_begin, trimmed, False) for with_begin, trimmed in ((True, not has_blanks), (True, True), (False, True))[0 if has_blanks else 1:]]
+        if any(m["role"] == "tool" and not m["content"].strip() for m in messages):
+            ways = [(with_begin, trimmed, True) for with_begin, trimmed, _ in ways] + ways
+        for with_begin, trimmed, empty_tools in ways:
             try:
-                found = unmark(self.render(self.marked(messages, with_begin, trimmed), tools, options))
+                found = unmark(self.render(self.marked(messages, with_begin, trimmed, empty_tools), tools, options))
             except Exception:
                 continue
             if found.text == whole.text:
@@ -522,7 +538,9 @@ class Renderer:
         if self.closer is not None:
             found = list(self.closer.finditer(text, max(begin, content_end or 0), limit))
             if message.get("tool_calls"):
-                if found:
+                # Each call may be closed by itself. Where the next message stands is then the end; without it the closers of later turns would count.
+                is_known = i + 1 == len(messages) or i + 1 in page.starts or i + 1 in page.ends
+                if found and (is_known or len(found) == 1):
                     return found[-1].end()
             elif found and (content_end is None or not text[content_end:found[0].start()].strip()):
                 return found[0].end()
@@ -928,7 +946,7 @@ class TextWorker:
 
     def text_and_places(self, record: dict):
         """(text, answers, roles, notes) of a record. Raises Skip."""
-        listed = record.get("messages", record.get("conversations", record.get("conversation")))
+        listed = first_of(record, "messages", "conversations", "conversation")
         if listed is None:
             if not isinstance(record.get("text"), str):
                 raise Skip("no-conversation", "there is no messages, conversations or text; keys: " + ", ".join(map(str, list(record)[:8])))
@@ -950,7 +968,7 @@ class TextWorker:
         if isinstance(tools, str):
             try:
                 tools = json.loads(tools)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise Skip("bad-tools", "tools is a text that is no JSON") from None
         if tools is not None and not isinstance(tools, list):
             raise Skip("bad-tools", f"tools is {type(tools).__name__}, a list expected")
@@ -1000,11 +1018,10 @@ class TextWorker:
         text, answers, roles, notes = places
         offsets, ids = encoding, encoding.ids
         result = {"tokens": len(ids), "ids": ids[:self.max_length] if self.max_length else ids, "answers": [], "roles": []}
-        name = record.get("id")
-        if name is not None:
-            result["id"] = name if isinstance(name, str) else json.dumps(name)
-        if isinstance(record.get("category"), str):
-            result["category"] = record["category"]
+        for key in ("id", "category"):
+            name = record.get(key)
+            if name is not None:
+                result[key] = whole_unicode(name) if isinstance(name, str) else json.dumps(name)
         for answer in answers:
             first, last = offsets.inside(answer.begin, answer.end)
             reasoning = offsets.at(answer.reasoning_end) if answer.reasoning_end > answer.begin else first
@@ -1062,7 +1079,7 @@ class TextWorker:
                 found = next(encoded)
                 one = results[k] = found if isinstance(found, Skip) else self.row(*one, found)
             if isinstance(one, Skip):
-                results[k] = {"skip": one.reason, "why": str(one)[:300]}
+                results[k] = {"skip": one.reason, "why": whole_unicode(str(one)[:300])}
         return results
 
     def texts(self, lists):

@@ -226,6 +226,7 @@ class Rows(unittest.TestCase):
             row = self.one(record, draw.choice(list(FAMILIES)), prompts=draw.random() < 0.3, whole_texts=draw.random() < 0.2, max_length=draw.choice([0, 10]),
                            ignored=draw.choice([[], ["you"]]))
             whole += "ids" in row
+            json.dumps({key: value for key, value in row.items() if key != "ids"}, ensure_ascii=False).encode()  # what sf-host is told is UTF-8
             for begin, end, thought in row.get("answers", []):
                 self.assertTrue(0 <= begin <= thought <= end <= row["tokens"], (record, row))
         self.assertTrue(300 < whole < 1000, whole)
@@ -248,6 +249,55 @@ class Rows(unittest.TestCase):
         tool = {"messages": [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "", "tool_calls": [families.CALL]}, {"role": "tool", "content": {"high": 3}},
                              {"role": "assistant", "content": "At 3."}]}
         self.assertIn("ids", self.one(tool))
+
+    def test_a_message_that_only_calls_a_tool_keeps_its_call(self):
+        def talk(**said):
+            return families.rows(self.workers["qwen3"], [json.dumps({"tools": families.TOOLS, "messages": [
+                {"role": "user", "content": "Tide?"}, {"role": "assistant", **said}, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "At 3."}]}).encode()])[0]
+        whole = talk(content="", tool_calls=[families.CALL])
+        self.assertEqual(len(whole["answers"]), 2)
+        for said in ({"tool_calls": [families.CALL]}, {"content": None, "tool_calls": [families.CALL]}, {"function_call": families.CALL["function"]}):
+            self.assertEqual(talk(**said), whole)
+
+    def test_what_a_tool_returned_may_be_nothing(self):
+        """The answer that called it ends where it does before any other result: no turn of a tool is the model's."""
+        shown = 0
+        for family, worker in self.workers.items():
+            def said(*results):
+                talk = [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "", "tool_calls": [families.CALL] * len(results)},
+                        *({"role": "tool", "content": one, "name": "tide", "tool_call_id": "call00007"} for one in results), {"role": "assistant", "content": "At 3."}]
+                text, answers, _, _ = worker.template.places(talk, families.TOOLS)
+                return [text[answer.begin:answer.end] for answer in answers]
+            for results in (("high",), ("high", "low")):
+                try:
+                    whole = said(*results)
+                except Exception:  # this template has no tools, or one call at a time
+                    continue
+                shown += len(whole) == 2
+                for empty in (("", *results[1:]), (*results[1:], "  "), ("",) * len(results)):
+                    self.assertEqual(said(*empty), whole, (family, empty))
+        self.assertGreater(shown, 8)
+
+    def test_where_no_place_of_a_later_turn_is_known_its_ends_are_not_the_answers(self):
+        odd = text_worker.Renderer(
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | length }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", {}, ["<|im_start|>", "<|im_end|>"], ["<|im_end|>"])  # marks would change what it writes
+        talk = [{"role": "user", "content": "Tide?"}, {"role": "assistant", "content": "", "tool_calls": [families.CALL]}, {"role": "tool", "content": "3"},
+                {"role": "assistant", "content": "At 3."}]
+        text, answers, _, _ = odd.places(talk)
+        self.assertEqual([text[answer.begin:answer.end] for answer in answers], ["0<call>tide<|im_end|>", "5<|im_end|>"])
+
+    def test_columns_of_other_spellings_may_be_null(self):
+        plain = self.one({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]})["ids"].tolist()
+        talk = [{"role": None, "content": None, "from": "human", "value": "Hi"}, {"role": None, "content": None, "from": "gpt", "value": "Hello"}]
+        self.assertEqual(self.one({"messages": None, "text": None, "conversations": talk})["ids"].tolist(), plain)
+
+    def test_what_is_nested_without_an_end_is_a_reason_and_no_end_of_the_process(self):
+        deep = "[" * 200000
+        for more, reason in (({"tool_calls": deep}, "bad-message"), ({"tool_calls": [{"function": {"name": "tide", "arguments": deep}}]}, None)):
+            row = self.one({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello", **more}]})
+            self.assertEqual(row.get("skip"), reason, row)
+        self.assertEqual(self.one({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": deep}).get("skip"), "bad-tools")
 
     def test_tools_that_the_template_does_not_show_are_noted(self):
         record = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello you"}], "tools": families.TOOLS}
