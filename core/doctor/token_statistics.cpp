@@ -70,7 +70,7 @@ TokenStatistics token_statistics(const TokenFile& file) {
     lengths.push_back(static_cast<int64_t>(count));
     result.duplicates += seen.insert(digest_of(sample.input_ids)).second ? 0 : 1;
     const auto first = std::find(sample.loss_mask.begin(), sample.loss_mask.end(), 1);
-    if (first != sample.loss_mask.end()) {
+    if (first != sample.loss_mask.begin() && first != sample.loss_mask.end()) {  // what is supervised from its first token on has no question
       const auto length = static_cast<std::size_t>(first - sample.loss_mask.begin());
       result.repeated_questions += asked.insert(digest_of(std::span(sample.input_ids).first(length))).second ? 0 : 1;
     }

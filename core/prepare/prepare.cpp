@@ -217,28 +217,46 @@ class Output {
   Sha256 sha_;
 };
 
-// The report of an earlier call, with the files of it that are there and as they were written; is_whole: all of them.
+// The report of an earlier call, with the files of it that are there and as they were written; is_whole: this call's outputs are among them.
 struct Earlier {
   Json report;
   std::vector<fs::path> files;
   bool is_whole = true;
+  bool was_moved = false;  // the report and what stands beside it, since it was written
 };
 
-std::optional<Earlier> earlier_call(const fs::path& output, const StopRequest& stop) {
+std::optional<Earlier> earlier_call(const PrepareRequest& request) {
   std::error_code ignored;
-  if (!fs::is_regular_file(report_path(output), ignored)) return std::nullopt;
+  const fs::path place = report_path(request.output);
+  if (!fs::is_regular_file(place, ignored)) return std::nullopt;
+  std::vector<fs::path> wanted = {request.output};
+  if (!request.held_out_output.empty()) wanted.push_back(request.held_out_output);
   try {
-    Earlier earlier{.report = Json::parse(read_file(report_path(output)))};
-    const auto find = [&](const Json& files, bool counts) {
-      for (const Json& file : files.items()) {
-        const fs::path path = file.at("path").as_string();
-        const bool is_there = fs::is_regular_file(path, ignored) && sha256_of(MappedFile(path), stop) == file.at("sha256").as_string();
-        if (is_there) earlier.files.push_back(path);
-        if (counts) earlier.is_whole = earlier.is_whole && is_there;
-      }
+    Earlier earlier{.report = Json::parse(read_file(place))};
+    const auto find = [&](const fs::path& path, const Json& file) {
+      if (std::find(earlier.files.begin(), earlier.files.end(), path) != earlier.files.end()) return true;
+      const bool is_there = fs::is_regular_file(path, ignored) && sha256_of(MappedFile(path), request.stop_requested) == file.at("sha256").as_string();
+      if (is_there) earlier.files.push_back(path);
+      return is_there;
     };
-    find(earlier.report.at("outputs"), true);
-    if (const Json* replaced = earlier.report.find("replaces")) find(*replaced, false);
+    // In the order of their names in the recipe. A folder that was moved or copied has them where the recipe says now.
+    Json* listed = earlier.report.find("outputs");
+    if (listed == nullptr || listed->size() == 0) return std::nullopt;
+    Json::Array& outputs = listed->items();
+    earlier.was_moved = fs::path(outputs.at(0).at("path").as_string()) != request.output;
+    earlier.is_whole = outputs.size() == wanted.size();
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      const fs::path written = outputs[i].at("path").as_string();
+      const bool is_wanted = i < wanted.size() && find(wanted[i], outputs[i]);
+      earlier.is_whole = earlier.is_whole && is_wanted;
+      if (!earlier.was_moved) (void)find(written, outputs[i]);
+    }
+    if (const Json* replaced = earlier.report.find("replaces")) {
+      for (const Json& file : replaced->items()) (void)find(file.at("path").as_string(), file);
+    }
+    if (earlier.is_whole) {
+      for (std::size_t i = 0; i < outputs.size(); ++i) outputs[i].set("path", wanted[i].string());
+    }
     return earlier;
   } catch (const JsonError&) {
     return std::nullopt;
@@ -251,6 +269,16 @@ void check_not_in_the_way(const PrepareRequest& request, const std::optional<Ear
     if (path.empty() || !fs::exists(path, ignored)) continue;
     if (!earlier || std::find(earlier->files.begin(), earlier->files.end(), path) == earlier->files.end()) {
       throw Error(ExitCode::kData, format("{} is there already, and is not what prepare wrote", path), "remove it, or name another file for the token records");
+    }
+  }
+}
+
+// Held-out records of an earlier call that split otherwise: what stands there may be in the training records now.
+void warn_of_left_files(const PrepareRequest& request, const Earlier& earlier) {
+  for (const fs::path& path : earlier.files) {
+    if (!earlier.was_moved && path != request.output && path != request.held_out_output) {
+      log_warn("prepare ({}): {} is of an earlier call, and this one has not written it: its records may be among those of {} now, so an evaluation on it is none on held-out ones; remove it",
+               request.name, path, request.output);
     }
   }
 }
@@ -327,14 +355,13 @@ void prepare_into(PrepareResult& result, const PrepareRequest& asked) {
                               {"deduplicate", request.deduplicate},
                               {"held_out_share", request.held_out_output.empty() ? 0.0 : request.held_out_share},
                               {"split_seed", request.split_seed},
-                              {"max_skipped_share", request.max_skipped_share},
-                              {"held_out_output", request.held_out_output.string()}});
+                              {"max_skipped_share", request.max_skipped_share}});
   Json sums = Json::array();
   for (const InputFile& input : inputs) sums.push_back(input.path.filename().string() + " " + input.sha256);
   wanted.set("inputs", std::move(sums));
   const std::string fingerprint = sha256(wanted.dump());
 
-  const std::optional<Earlier> earlier = earlier_call(request.output, request.stop_requested);
+  const std::optional<Earlier> earlier = earlier_call(request);
   const Json* known = earlier && earlier->is_whole ? earlier->report.find("fingerprint") : nullptr;
   if (known != nullptr && known->as_string() == fingerprint) {
     result.report = earlier->report;
@@ -418,6 +445,7 @@ void prepare_into(PrepareResult& result, const PrepareRequest& asked) {
   if (held_out) held_out->take_name();
   if (earlier) atomic_write(report_path(request.output), result.report.dump(2) + "\n");
   folder.remove();
+  if (earlier) warn_of_left_files(request, *earlier);
 }
 
 }  // namespace

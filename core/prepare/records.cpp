@@ -61,8 +61,7 @@ std::string PreparedRecord::digest() const {
 }
 
 std::string PreparedRecord::prompt_digest() const {
-  const auto first = std::find(loss_mask.begin(), loss_mask.end(), 1) - loss_mask.begin();
-  return digest_of(std::span(input_ids).first(static_cast<std::size_t>(first)));
+  return question == 0 ? digest() : digest_of(std::span(input_ids).first(question));
 }
 
 std::optional<PreparedRecord> make_record(const TextRow& text, const MaskOptions& options, SkippedRow& skipped) {
@@ -85,7 +84,9 @@ std::optional<PreparedRecord> make_record(const TextRow& text, const MaskOptions
     return record;
   }
   const Json::Array& answers = row.at("answers").items();
-  for (std::size_t i = options.only_last_turn && !answers.empty() ? answers.size() - 1 : 0; i < answers.size(); ++i) {
+  const std::size_t first_answer = options.only_last_turn && !answers.empty() ? answers.size() - 1 : 0;
+  if (first_answer < answers.size()) record.question = range_of(answers[first_answer], 0, 1, count).begin;
+  for (std::size_t i = first_answer; i < answers.size(); ++i) {
     const Range answer = range_of(answers[i], options.reasoning ? 0 : 2, 1, count);
     for (std::size_t t = answer.begin; t < answer.end; ++t) record.loss_mask[t] = 1;
   }

@@ -31,11 +31,13 @@ struct PreparedRecord {
   std::vector<int64_t> input_ids;
   std::vector<uint8_t> loss_mask;
   int64_t supervised = 0;
-  bool is_cut = false;  // its text was longer than max_length
+  std::size_t question = 0;  // tokens before the first answer that counts, whose thoughts belong to it; 0: nothing is asked
+  bool is_cut = false;       // its text was longer than max_length
 
   /// SHA-256 of the ids; equal for duplicates.
   [[nodiscard]] std::string digest() const;
-  /// SHA-256 of the ids before the first supervised one: the same for two answers to one question.
+  /// SHA-256 of the question's ids: the same for two answers to one question, whatever is supervised of them. Of all ids where nothing is asked: a text that is
+  /// supervised as a whole has no question that it could share.
   [[nodiscard]] std::string prompt_digest() const;
 };
 

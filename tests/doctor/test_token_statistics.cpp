@@ -56,6 +56,12 @@ TEST_CASE("statistics: shares by turn and role, duplicates, and records that cap
   CHECK(statistics.to_json().at("duplicates").as_int() == 1);
 }
 
+TEST_CASE("statistics: records that are supervised from their first token on ask no question that could come again") {
+  const TokenStatistics statistics = token_statistics(file_of("{\"input_ids\":[1,2],\"loss_mask\":[1,1]}\n{\"input_ids\":[3,4],\"loss_mask\":[1,1]}"));
+  CHECK(statistics.repeated_questions == 0);
+  CHECK(statistics.duplicates == 0);
+}
+
 TEST_CASE("statistics: roles that are no ranges are refused with the record") {
   try {
     (void)file_of(R"({"input_ids":[1,2],"loss_mask":[1,1],"roles":[["user","x",2]]})");

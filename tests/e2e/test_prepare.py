@@ -237,6 +237,64 @@ class Prepare(unittest.TestCase):
                 self.assertTrue(self.nothing_written())
         self.assertEqual(self.host("--workers", "-1").returncode, 2)
 
+    def test_records_do_not_go_among_the_conversations_that_a_folder_holds(self):
+        folder = self.place / "chats"
+        folder.mkdir()
+        self.write([chat("a b c", "d e f"), chat("g h i", "j k l")], "chats/one.jsonl")
+        of_folder = ("--set", f"data.train_conversations_path={folder}")
+        for more in (("--set", f"data.train_data_path={folder}/train.jsonl"), ("--set", f"data.train_data_path={folder}/../chats/train.jsonl"),
+                     ("--set", "data.held_out_share=0.5", "--set", f"data.eval_data_path={folder}/eval.jsonl"),
+                     ("--set", f"data.prompts_conversations_path={folder}/one.jsonl", "--set", f"data.prompts_data_path={folder}/prompts.jsonl")):
+            done = self.host(*of_folder, *more)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn("the next call would read its records as rows", done.stderr)
+        self.assertEqual([path.name for path in folder.iterdir()], ["one.jsonl"])
+        within = (*of_folder, "--set", f"data.train_data_path={folder}/tokens/train.jsonl")  # the folder's own files are read, not those below
+        self.assertFalse(self.report(*within)["train"]["was_finished"])
+        self.assertTrue(self.report(*within)["train"]["was_finished"])
+
+    def test_held_out_records_that_a_later_call_does_not_hold_out_any_more_are_told(self):
+        draw, tokens = random.Random(11), self.place / "tokens"
+        self.write([chat(words(draw, 6), words(draw, 9)) for _ in range(40)])
+        done = self.host("--set", "data.held_out_share=0.3", "--set", f"data.eval_data_path={tokens}/eval.jsonl")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotIn("of an earlier call", done.stderr)
+        done = self.host("--set", f"data.eval_data_path={tokens}/eval.jsonl")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(len(self.records()), 40)
+        self.assertIn(f"{tokens}/eval.jsonl is of an earlier call", done.stderr)
+
+    def test_records_that_were_moved_with_their_report_are_known_where_they_are(self):
+        draw, there = random.Random(13), self.place / "there"
+        self.write([chat(words(draw, 6), words(draw, 9)) for _ in range(40)])
+        self.report("--set", "data.held_out_share=0.3", "--set", f"data.eval_data_path={self.place}/tokens/eval.jsonl")
+        (self.place / "tokens").rename(there)
+        moved = ("--set", "data.held_out_share=0.3", "--set", f"data.train_data_path={there}/train.jsonl", "--set", f"data.eval_data_path={there}/eval.jsonl")
+        report = self.report(*moved)["train"]
+        self.assertTrue(report["was_finished"])
+        self.assertEqual([output["path"] for output in report["outputs"]], [f"{there}/train.jsonl", f"{there}/eval.jsonl"])
+        done = self.host(*moved, "--set", "data.max_length=30")  # other records may take their place
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertNotIn("of an earlier call", done.stderr)
+        elsewhere = (*moved[:-1], f"data.eval_data_path={there}/another.jsonl")
+        self.assertFalse(self.report(*elsewhere)["train"]["was_finished"])
+        self.assertTrue((there / "another.jsonl").exists())
+
+    def test_texts_that_are_supervised_as_a_whole_are_split_by_their_own_tokens(self):
+        draw = random.Random(12)
+        self.write([{"text": words(draw, 20)} for _ in range(60)])
+        report = self.report("--set", 'data.text_supervision="all"', "--set", "data.held_out_share=0.3", "--set", f"data.eval_data_path={self.place}/tokens/eval.jsonl")
+        held_out = report["train"]["outputs"][1]["records"]
+        self.assertTrue(6 < held_out < 32, held_out)
+        result = json.loads(self.host("--json", verb="doctor data").stdout)
+        self.assertEqual(result["data.train_data_path"]["repeated_questions"], 0)
+
+    def test_half_a_surrogate_pair_in_a_name_harms_nobody(self):
+        self.write([chat("a b c", "d e f", id="cut \ud83d", category="\udc00"), {"cut \ud83d": 1}, chat("g h i", "j k l", id=7, category=3)])
+        report = self.report()["train"]
+        self.assertEqual((report["records"], report["skipped"]), (2, {"no-conversation": 1}))
+        self.assertEqual([(r["id"], r["category"]) for r in self.records()], [("cut \\ud83d", "\\udc00"), ("7", "3")])
+
     def test_killed_between_the_names_of_two_outputs_it_goes_on(self):
         draw, tokens = random.Random(6), self.place / "tokens"
         self.write([chat(words(draw, 6), words(draw, 9)) for _ in range(40)])
@@ -510,6 +568,7 @@ class Prepare(unittest.TestCase):
         self.assertEqual(statistics["supervised"], sum(turn["supervised"] for turn in statistics["turns"]))
         self.assertEqual(statistics["tokens"], sum(role["tokens"] for role in statistics["roles"].values()))
         self.assertEqual(statistics["roles"]["user"]["supervised"], 0)
+        self.assertEqual(result["vocabulary"]["draft_length"], 3)  # of a DFlash2 block of four tokens the first is known
         sizes = result["vocabulary"]["sizes"]
         self.assertEqual(sizes[-1]["size"], 49400)
         self.assertEqual(sizes[-1]["coverage"], 1.0)

@@ -123,6 +123,20 @@ TEST_CASE("records: duplicates have one digest, two answers to one question one 
   CHECK(other.prompt_digest() == record->prompt_digest());
   other.input_ids[0] = 7;
   CHECK(other.prompt_digest() != record->prompt_digest());
+  // What an answer thinks first belongs to the answer, supervised or not: no question is told from itself by it.
+  const auto unthought = make_record(two_turns(), {.reasoning = false}, skipped);
+  other = *unthought;
+  other.input_ids[3] = 7;
+  CHECK(unthought->prompt_digest() == record->prompt_digest());
+  CHECK(other.prompt_digest() == unthought->prompt_digest());
+  CHECK(make_record(two_turns(), {.only_last_turn = true}, skipped)->prompt_digest() != record->prompt_digest());
+}
+
+TEST_CASE("records: texts that are supervised from their first token on ask nothing, so no two of them share a question") {
+  SkippedRow skipped;
+  const auto text_of = [&](int32_t last) { return make_record({Json::parse(R"({"tokens":3,"answers":[[0,3,0]]})"), {7, 8, last}}, {}, skipped)->prompt_digest(); };
+  CHECK(text_of(1) != text_of(2));
+  CHECK(text_of(1) == text_of(1));
 }
 
 TEST_CASE("records: the split is even, the same for the same seed and another for another") {

@@ -68,6 +68,25 @@ void refuse_shared_outputs(const std::vector<PrepareRequest>& requests) {
   }
 }
 
+// Records among the conversations: the next call would read them as rows.
+void refuse_outputs_among_inputs(const std::vector<PrepareRequest>& requests) {
+  for (const PrepareRequest& reader : requests) {
+    const fs::path folder = fs::weakly_canonical(reader.input);
+    std::error_code ignored;
+    if (!fs::is_directory(folder, ignored)) {
+      continue;
+    }
+    for (const PrepareRequest& writer : requests) {
+      for (const fs::path& path : {writer.output, writer.held_out_output}) {
+        if (path.extension() == ".jsonl" && fs::weakly_canonical(path).parent_path() == folder) {
+          throw Error(ExitCode::kUsage, format("{} would lie in {}, whose *.jsonl are the conversations: the next call would read its records as rows", path, reader.input),
+                      "name another folder for token records, or single files of conversations");
+        }
+      }
+    }
+  }
+}
+
 PrepareRequest request_of(const Plan& plan, const Job& job, std::int64_t workers) {
   const bool is_prompts = std::string(job.name) == "prompts";
   PrepareRequest request{.name = job.name, .input = plan.get<fs::path>(job.input_key), .output = plan.get<fs::path>(job.output_key)};
@@ -145,6 +164,7 @@ ExitCode run_prepare(const Command& command) {
                 "set data.train_conversations_path to a JSONL file of chat records and data.train_data_path to the file of token records to make");
   }
   refuse_shared_outputs(requests);
+  refuse_outputs_among_inputs(requests);
   Json out = Json::object();
   for (const PrepareRequest& request : requests) {
     log_info("prepare ({}): {} -> {}", request.name, request.input, request.output);
