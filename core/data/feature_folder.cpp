@@ -82,6 +82,10 @@ FeatureFolder::FeatureFolder(const std::filesystem::path& folder, FeatureManifes
       throw Error(ExitCode::kData, format("{}: the folder has something else in it: '{}'", folder_, name),
                   "name a folder that is empty or does not exist yet");
     }
+    if (!finished && !begun) {  // a capture writes capture.json before its first shard, so nobody knows whose this is
+      throw Error(ExitCode::kData, format("{}: there is '{}' in it, but neither {} nor {}, which say what it belongs to", folder_, name, kManifestName, kUnfinishedName),
+                  format("bring {} back to it, name another folder, or remove this one", kManifestName));
+    }
   }
   if (was_finished_) return;
   // What is left of a killed capture, or of shards that were damaged, is written again.
@@ -103,7 +107,7 @@ void FeatureFolder::take_over(const FeatureManifest& found) {
   int64_t samples_found = 0;
   for (const FeatureShard& shard : found.shards)
     samples_found += shard.records + static_cast<int64_t>(shard.refused.size());
-  if (samples_found == samples && found.shards.size() != plan_.size()) {
+  if (samples_found == samples) {
     plan_.clear();
     for (const FeatureShard& shard : found.shards) {
       const auto count = shard.records + static_cast<int64_t>(shard.refused.size());
@@ -111,17 +115,27 @@ void FeatureFolder::take_over(const FeatureManifest& found) {
     }
     shards_.assign(plan_.size(), std::nullopt);
   }
-  for (size_t i = 0; i < plan_.size(); ++i) {
-    for (const FeatureShard& shard : found.shards) {
+  size_t placed = 0;
+  int64_t largest = 0;
+  for (const FeatureShard& shard : found.shards) {
+    largest = std::max(largest, shard.bytes);
+    for (size_t i = 0; i < plan_.size(); ++i) {
       const std::filesystem::path path = folder_ / shard.file;
       std::error_code failed;
       const bool same_place = shard.file == plan_[i].file && shard.first_sample == plan_[i].first_sample &&
                               shard.records + static_cast<int64_t>(shard.refused.size()) == plan_[i].samples;
+      placed += same_place ? 1 : 0;
       if (same_place && std::filesystem::file_size(path, failed) == static_cast<uintmax_t>(shard.bytes) &&
           !failed && sha256_file(path) == shard.sha256) {
         shards_[i] = shard;
       }
     }
+  }
+  if (placed < found.shards.size()) {
+    throw Error(ExitCode::kData,
+                format("{}: the capture that was stopped here cut its shards in other places: {} of its {} finished ones do not fit, and going on would capture their samples again",
+                       folder_, found.shards.size() - placed, found.shards.size()),
+                format("set data.shard_bytes as it was (the largest one there has {}), or remove this folder to capture anew", human_bytes(static_cast<uint64_t>(largest))));
   }
 }
 

@@ -34,8 +34,9 @@ class FeatureFolder {
  public:
   /// Makes the folder or looks at what is in it, and keeps other captures out until it is destroyed. `wanted`
   /// is the manifest without shards. Shards of an earlier capture of the same content are taken over when
-  /// their checksums hold. Throws sf::Error (data) when the folder holds something else, or another capture
-  /// writes to it.
+  /// their checksums hold: of a finished one whatever their size, of a stopped one when `plan` cuts in the same
+  /// places. Throws sf::Error (data) when the folder holds something else, shards without a manifest among it,
+  /// or another capture writes to it; nothing is removed then.
   FeatureFolder(const std::filesystem::path& folder, FeatureManifest wanted, std::vector<ShardPlan> plan);
   FeatureFolder(const FeatureFolder&) = delete;
   FeatureFolder& operator=(const FeatureFolder&) = delete;
@@ -58,9 +59,10 @@ class FeatureFolder {
   void add(size_t shard, FeatureShard finished);
   /// All shards are there: writes the manifest. Returns it.
   FeatureManifest finish();
+  /// With the shards that are there.
+  [[nodiscard]] FeatureManifest manifest_so_far() const;
 
  private:
-  [[nodiscard]] FeatureManifest manifest_so_far() const;
   void take_over(const FeatureManifest& found);
 
   std::filesystem::path folder_;

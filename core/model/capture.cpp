@@ -188,6 +188,12 @@ std::vector<FeatureTensor> described(const CaptureOptions& options, const Target
   return features;
 }
 
+size_t shards_missing(const FeatureFolder& folder) {
+  size_t missing = 0;
+  for (size_t i = 0; i < folder.plan().size(); ++i) missing += folder.has(i) ? 0 : 1;
+  return missing;
+}
+
 }  // namespace
 
 CaptureResult capture_features(const CaptureOptions& options) {
@@ -239,16 +245,14 @@ CaptureResult capture_features(const CaptureOptions& options) {
     return result;
   }
   folder.require_room();
-  int64_t shards_left = 0;
-  for (size_t i = 0; i < folder.plan().size(); ++i) shards_left += folder.has(i) ? 0 : 1;
+  const size_t shards_left = shards_missing(folder);
   say(Level::kInfo,
       format("capturing {} samples, {} tokens, into '{}': {} in {} shards{}", samples.size(),
              human_count(static_cast<uint64_t>(folder.tokens_left())), options.output,
              human_bytes(static_cast<uint64_t>(folder.bytes_left())), shards_left,
-             static_cast<size_t>(shards_left) == folder.plan().size()
-                 ? ""
-                 : format("; {} of {} shards are there already",
-                          folder.plan().size() - static_cast<size_t>(shards_left), folder.plan().size())));
+             shards_left == folder.plan().size() ? ""
+                                                 : format("; {} of {} shards are there already",
+                                                          folder.plan().size() - shards_left, folder.plan().size())));
 
   int64_t layers_needed = 0;
   for (const FeatureTensor& feature : wanted.features) {
@@ -275,14 +279,18 @@ CaptureResult capture_features(const CaptureOptions& options) {
     if (!capture.shard(folder.plan()[i], folder.shard_path(i), recipe, finished)) {
       result.interrupted = true;
       say(Level::kWarn,
-          format("stopped; run the same capture again to go on from its {} finished shards", i));
+          format("stopped; run the same capture again to go on from its {} finished shards",
+                 folder.plan().size() - shards_missing(folder)));
       break;
     }
     folder.add(i, std::move(finished));
   }
   result.tokens_captured = progress.tokens();
   result.seconds = progress.seconds();
-  if (result.interrupted) return result;
+  if (result.interrupted) {
+    result.manifest = folder.manifest_so_far();
+    return result;
+  }
   if (folder.records() == 0) {
     throw Error(ExitCode::kData, format("{}: not one sample gave finite features", options.output),
                 "check the target's weights and data type");

@@ -1,5 +1,6 @@
 // The verb `capture`: the target's hidden states for the recipe's conversations, as far as the recipe's algorithm reads them.
 #include <algorithm>
+#include <filesystem>
 #include <iterator>
 #include <vector>
 
@@ -74,22 +75,31 @@ Json capture(const EngineContext& context, const CaptureArguments& arguments) {
     }
   }
 
-  Json json = Json::object();
-  bool any = false;
+  // What one of them lacks is told before the other takes hours.
+  std::vector<Split> splits;
   for (const Split& split : kSplits) {
     const auto tokens = plan.get<std::filesystem::path>(split.tokens_key);
-    const auto output = plan.get<std::filesystem::path>(split.features_key);
-    if (arguments.split != "all" && arguments.split != split.name) {
+    if ((arguments.split != "all" && arguments.split != split.name) || (tokens.empty() && arguments.split == "all")) {
       continue;
     }
-    if (tokens.empty() && arguments.split == "all") {
-      continue;
-    }
-    if (tokens.empty() || output.empty()) {
+    if (tokens.empty() || plan.get<std::filesystem::path>(split.features_key).empty()) {
       throw Error(ExitCode::kUsage, std::string("capturing the split '") + split.name + "' needs " + split.tokens_key + " and " + split.features_key,
-                  "set both in the recipe: token JSONL to read, and a folder to make");
+                  format("set both in the recipe, token JSONL to read and a folder to make{}", arguments.split == "all" ? "; or name the other split with --split" : ""));
     }
-    any = true;
+    if (!std::filesystem::exists(tokens)) {
+      throw Error(ExitCode::kData, format("{} ({}): there is no such file", tokens, split.tokens_key), "name a file of token records; sf-host prepare makes one of conversations");
+    }
+    splits.push_back(split);
+  }
+  if (splits.empty()) {
+    throw Error(ExitCode::kUsage, "the recipe names no conversations to capture",
+                "set data.train_data_path and data.hidden_states_path (and the eval pair for held-out features)");
+  }
+
+  Json json = Json::object();
+  for (const Split& split : splits) {
+    const auto tokens = plan.get<std::filesystem::path>(split.tokens_key);
+    const auto output = plan.get<std::filesystem::path>(split.features_key);
     log_info("capture ({}): {} -> {}", split.name, tokens, output);
     const CaptureResult result = capture_features({.target_folder = plan.get<std::filesystem::path>("model.target_model_path"),
                                                    .tokens_path = tokens,
@@ -114,10 +124,6 @@ Json capture(const EngineContext& context, const CaptureArguments& arguments) {
       json.set("interrupted", true);
       break;
     }
-  }
-  if (!any) {
-    throw Error(ExitCode::kUsage, "the recipe names no conversations to capture",
-                "set data.train_data_path and data.hidden_states_path (and the eval pair for held-out features)");
   }
   return json;
 }

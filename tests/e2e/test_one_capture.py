@@ -96,6 +96,15 @@ class OneCapture(unittest.TestCase):
             self.assertIn(text, done.stderr)
         self.assertFalse((self.place / "never").exists())
 
+    def test_6_what_the_second_split_lacks_is_told_before_the_first_is_captured(self):
+        for setting, code, text in [(f'data.eval_data_path="{self.place}/nowhere.jsonl"', 4, "(data.eval_data_path): there is no such file"),
+                                    ('data.eval_hidden_states_path=""', 2, "capturing the split 'eval' needs data.eval_data_path and data.eval_hidden_states_path")]:
+            done = self.host("dflash2", "capture", "--set", setting, "--set", "training.eval_interval=0", features="never")
+            self.assertEqual(done.returncode, code, done.stderr)
+            self.assertIn(text, done.stderr)
+            self.assertFalse((self.place / "never").exists())
+        self.assertEqual(self.host("dflash2", "capture", "--split", "train", "--set", 'data.eval_hidden_states_path=""', "--set", "training.eval_interval=0", features="one-split").returncode, 0)
+
 
 if __name__ == "__main__":
     unittest.main(verbosity=2)

@@ -140,6 +140,77 @@ TEST_CASE("capture: a finished one is recognised by its content and not made aga
   CHECK(third.manifest.fingerprint() == first.manifest.fingerprint());
 }
 
+TEST_CASE("capture: shards of a finished one are kept wherever they were cut; a stopped one is gone on with only as it was cut") {
+  const Scratch scratch;
+  scratch.write("tokens.jsonl", make_tokens(12));
+  CaptureOptions options = options_for(scratch);
+  const auto cut_at = [&](int64_t bytes) {
+    options.shard_bytes = bytes;
+    return capture_features(options);
+  };
+  const CaptureResult whole = cut_at(1 << 30);
+  REQUIRE(whole.manifest.shards.size() == 1);
+  const int64_t all = whole.manifest.shards[0].bytes;
+  options.output = scratch.path() / "two";
+  const CaptureResult first = cut_at(all * 3 / 4);
+  REQUIRE(first.manifest.shards.size() == 2);
+  options.output = scratch.path() / "other-two";
+  const CaptureResult other = cut_at(all * 5 / 8);
+  REQUIRE(other.manifest.shards.size() == 2);
+  REQUIRE(other.manifest.shards[1].first_sample != first.manifest.shards[1].first_sample);
+  options.output = scratch.path() / "two";
+  const CaptureResult again = cut_at(all * 5 / 8);  // as many shards, with the border elsewhere
+  CHECK(again.was_finished);
+  CHECK(again.manifest.fingerprint() == first.manifest.fingerprint());
+
+  options.output = scratch.path() / "stopped";
+  options.batch_size = 1;
+  options.shard_bytes = all / 4;
+  std::string log;
+  options.log = [&](Level, std::string_view line) { log += std::string(line) + "\n"; };
+  int batches = 0;
+  options.stop_requested = [&] { return batches++ == 9; };
+  const CaptureResult stopped = capture_features(options);
+  REQUIRE(stopped.interrupted);
+  options.stop_requested = {};
+  const std::set<std::string> there = names_in(options.output);
+  const size_t finished = there.size() - 1;  // and capture.json
+  REQUIRE(finished > 1);
+  CHECK(stopped.manifest.shards.size() == finished);
+  CHECK(stopped.manifest.records() > 0);
+  CHECK(log.find(format("to go on from its {} finished shards", finished)) != std::string::npos);
+  const std::string refused = error_of([&] { (void)cut_at(all / 3); }, &scratch);
+  CHECK_MESSAGE(refused.find("stopped: the capture that was stopped here cut its shards in other places") == 0, refused);
+  CHECK(names_in(options.output) == there);
+  const CaptureResult rest = cut_at(all / 4);
+  CHECK(rest.tokens_captured < rest.manifest.tokens());
+
+  // The first one is damaged, the second fine: what is told after another stop is how many are whole.
+  batches = 0;
+  options.output = scratch.path() / "stopped-again";
+  options.stop_requested = [&] { return batches++ == 9; };
+  REQUIRE(capture_features(options).interrupted);
+  scratch.write("stopped-again/shard-00000.safetensors", "x");
+  log.clear();
+  batches = 9;
+  REQUIRE(capture_features(options).interrupted);
+  CHECK_MESSAGE(log.find(format("to go on from its {} finished shards", finished - 1)) != std::string::npos, log);
+}
+
+TEST_CASE("capture: shards that nothing says whose they are stay where they are") {
+  const Scratch scratch;
+  scratch.write("tokens.jsonl", make_tokens(12));
+  const CaptureOptions options = options_for(scratch);
+  (void)capture_features(options);
+  std::filesystem::rename(options.output / "manifest.json", scratch.path() / "elsewhere.json");
+  const std::set<std::string> there = names_in(options.output);
+  const std::string refused = error_of([&] { (void)capture_features(options); }, &scratch);
+  CHECK_MESSAGE(refused.find("features: there is 'shard-0000") == 0, refused);
+  CHECK(names_in(options.output) == there);
+  std::filesystem::rename(scratch.path() / "elsewhere.json", options.output / "manifest.json");
+  CHECK(capture_features(options).was_finished);
+}
+
 TEST_CASE("capture: a folder with other features or other files is not touched") {
   const Scratch scratch;
   scratch.write("tokens.jsonl", make_tokens(12));
