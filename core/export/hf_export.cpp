@@ -19,6 +19,8 @@ namespace sf {
 namespace fs = std::filesystem;
 namespace {
 
+constexpr const char* kConfigFile = "config.json";
+constexpr const char* kWeightsFile = "model.safetensors";
 constexpr const char* kRecordFile = "export.json";
 constexpr const char* kRecordFormat = "sf-export";
 
@@ -123,6 +125,19 @@ bool is_export(const fs::path& folder) {
   }
 }
 
+// What replacing the folder would take with it and did not make: a model card, a tokenizer, a repository.
+std::vector<std::string> strangers_in(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const fs::directory_entry& entry : fs::directory_iterator(folder)) {
+    const std::string name = entry.path().filename().string();
+    if (name != kRecordFile && name != kConfigFile && name != kWeightsFile) {
+      names.push_back(name);
+    }
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
 }  // namespace
 
 std::vector<std::string> contract_problems(const KeyContract& contract, const Json& config,
@@ -194,17 +209,21 @@ void write_hf_export(const HfExport& request) {
                 format("export: {} exists and is not an export of this program (no {})", folder, kRecordFile),
                 "choose another folder, or remove it");
   }
+  if (const std::vector<std::string> strangers = exists && !is_empty_folder ? strangers_in(folder) : std::vector<std::string>(); !strangers.empty()) {
+    throw Error(ExitCode::kUsage, format("export: {} holds an earlier export and, besides, {}; a new export takes the folder's place, and they would be gone", folder, join(strangers, ", ")),
+                "move them elsewhere, or choose another folder");
+  }
   const fs::path partial = folder.parent_path() / (".partial-" + folder.filename().string());
   try {
     fs::remove_all(partial);
     fs::create_directories(partial);
     const std::string config_text = request.config.dump(2) + "\n";
-    const std::string tensors_sum = write_safetensors(partial / "model.safetensors", request.tensors);
-    atomic_write(partial / "config.json", config_text, ExitCode::kCheckpoint);
+    const std::string tensors_sum = write_safetensors(partial / kWeightsFile, request.tensors);
+    atomic_write(partial / kConfigFile, config_text, ExitCode::kCheckpoint);
     const Json record = Json::object(
         {{"format", kRecordFormat},
          {"version", 1},
-         {"files", Json::object({{"config.json", sha256(config_text)}, {"model.safetensors", tensors_sum}})},
+         {"files", Json::object({{kConfigFile, sha256(config_text)}, {kWeightsFile, tensors_sum}})},
          {"origin", request.origin}});
     atomic_write(partial / kRecordFile, record.dump(2) + "\n", ExitCode::kCheckpoint);
     if (exists && !is_empty_folder) {

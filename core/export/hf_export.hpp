@@ -43,7 +43,7 @@ struct KeyContract {
 
 struct HfExport {
   std::filesystem::path
-      folder;  // made; an earlier export at this place is replaced, anything else is refused
+      folder;  // made; an earlier export at this place is replaced, anything else, and an export with other files beside it, is refused
   KeyContract contract;
   Json config;  // config.json
   std::vector<ExportTensor> tensors;

@@ -51,6 +51,11 @@ std::vector<int64_t> known_places(const at::Tensor& loss_mask, int64_t tokens) {
   return some;
 }
 
+// The tokens that a draft is to foresee, -1 elsewhere: what stands behind an answer is nobody's guess.
+at::Tensor supervised_ids(const at::Tensor& ids, const at::Tensor& loss_mask) {
+  return at::where(at::gt(loss_mask.to(at::kLong), 0), ids, at::full_like(ids, -1));
+}
+
 Replay replay(const ReplayedDraft& subject, const Drafter& drafter, int64_t record, const std::vector<int64_t>& places, int64_t drafted) {
   const at::NoGradGuard no_grad;
   const Sample sample = sample_source(*subject.store).read(record);
@@ -155,6 +160,10 @@ Json check_export(const ExportCheckRequest& request) {
   std::string why_not, doing = "building the draft from the folder alone";
   try {
     trained.session.target_fingerprint = target_fingerprint(target_json, WeightFolder::open(target_folder));
+    if (const std::string& own = request.checkpoint->state().target_fingerprint; !own.empty() && own != trained.session.target_fingerprint) {
+      problems.push_back(format("the checkpoint was trained for another target than {}: that one's fingerprint is {}, this one's {}", target_folder, own.substr(0, 16),
+                                trained.session.target_fingerprint.substr(0, 16)));
+    }
     trained.session.tables = load_target_tables({.folder = target_folder,
                                                  .embedding_key = plan.get<std::string>("model.embedding_key"),
                                                  .lm_head_key = plan.get<std::string>("model.lm_head_key"),
@@ -187,7 +196,7 @@ Json check_export(const ExportCheckRequest& request) {
       for (int64_t record = 0; record < std::min(kRecords, trained.store->size()); ++record) {
         const Sample sample = sample_source(*trained.store).read(record);
         places.push_back(known_places(sample.tensors.at("loss_mask"), sample.tokens));
-        labels.push_back(sample.tensors.at("input_ids").clone());
+        labels.push_back(supervised_ids(sample.tensors.at("input_ids"), sample.tensors.at("loss_mask")));
       }
       const auto ask = [&](const ReplayedDraft& subject, std::vector<Replay>& into) {
         for (size_t i = 0; i < places.size(); ++i) {
@@ -232,8 +241,9 @@ Json check_export(const ExportCheckRequest& request) {
         const auto ids = found[i].ids_bk.accessor<int64_t, 2>();
         const auto label = labels[i].accessor<int64_t, 1>();
         for (size_t row = 0; row < places[i].size(); ++row) {
-          const int64_t a = places[i][row], within = std::min(ids.size(1), label.size(0) - 1 - a);
-          int64_t hits = 0;
+          const int64_t a = places[i][row];
+          int64_t within = 0, hits = 0;
+          while (within < ids.size(1) && a + 1 + within < label.size(0) && label[a + 1 + within] >= 0) ++within;
           while (hits < within && ids[static_cast<int64_t>(row)][hits] == label[a + 1 + hits]) ++hits;
           add_pass(positions, within, hits);
         }

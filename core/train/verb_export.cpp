@@ -82,8 +82,9 @@ Json export_draft(const EngineContext& context, const ExportArguments& arguments
     kept.push_back(tensor);
     request.tensors.push_back({.name = wanted.name, .dtype = saved.dtype, .shape = saved.shape, .data = tensor.const_data_ptr(), .bytes = tensor.nbytes()});
   }
-  request.origin.set("run", run_folder.filename().string()).set("step", checkpoint->state().step);
-  if (const auto best = read_best(run_folder); best && best->step == checkpoint->state().step) {
+  request.origin.set("run", checkpoint->state().run_id).set("step", checkpoint->state().step);
+  // --checkpoint may name a step of another run, whose score is not in this recipe's run.
+  if (const auto best = read_best(checkpoint->folder().parent_path()); best && best->step == checkpoint->state().step) {
     request.origin.set(best->metric, best->score);
   }
   request.origin.set("target_fingerprint", checkpoint->state().target_fingerprint);

@@ -184,6 +184,24 @@ TEST_CASE("export: an earlier export is replaced, an empty folder is filled, any
   CHECK(draft.names() == std::vector<std::string>{"draft", "thesis"});
 }
 
+TEST_CASE("export: what somebody has put beside an export is not taken away with it") {
+  TinyDraft draft;
+  write_hf_export(draft.request);
+  draft.request.config.set("hidden_size", 3);
+  const fs::path folder = draft.request.folder;
+  atomic_write(folder / "README.md", "mine");
+  fs::create_directory(folder / ".git");
+  const auto [code, text] = draft.error();
+  CHECK(code == ExitCode::kUsage);
+  CHECK_MESSAGE(text.find("holds an earlier export and, besides, .git, README.md") != std::string::npos, text);
+  CHECK(read_file(folder / "README.md") == "mine");
+  CHECK(Json::parse(read_file(folder / "config.json")).at("hidden_size").as_int() == 2);
+  fs::remove(folder / "README.md");
+  fs::remove(folder / ".git");
+  CHECK(draft.error().second.empty());
+  CHECK(Json::parse(read_file(folder / "config.json")).at("hidden_size").as_int() == 3);
+}
+
 TEST_CASE("export: a full disk leaves the earlier export as it was and nothing half") {
   TinyDraft draft;
   write_hf_export(draft.request);
