@@ -58,6 +58,9 @@ class PartialFile {
     std::string kept;
     if (fs::exists(path_, ignored)) {
       const std::string text = read_file(path_);
+      if (!text.empty() && !is_partial(text.substr(0, text.find('\n')))) {  // its first line is written with the file, never torn
+        throw Error(ExitCode::kData, format("{} is there, and is none of sf-host generate's", path_), "move it elsewhere, or give another --output");
+      }
       size_t begin = 0;
       for (size_t end = text.find('\n'); end != std::string::npos; begin = end + 1, end = text.find('\n', begin)) {
         if (!take(text.substr(begin, end - begin), fingerprint, prompts)) break;  // torn by a kill: this line and what follows are made again
@@ -82,12 +85,20 @@ class PartialFile {
   [[nodiscard]] const std::map<int64_t, Json>& records() const { return records_; }
 
  private:
+  static bool is_partial(const std::string& line) {
+    try {
+      const Json header = Json::parse(line);
+      const Json* name = header.find("format");
+      return name != nullptr && *name == Json(kPartialFormat);
+    } catch (const JsonError&) {
+      return false;
+    }
+  }
   bool take(const std::string& line, const std::string& fingerprint, size_t prompts) {
     Json record;
     try {
       record = Json::parse(line);
       if (!has_header_) {
-        if (record.at("format").as_string() != kPartialFormat) return false;
         has_header_ = true;
         if (record.at("fingerprint").as_string() == fingerprint) return true;
       } else {
@@ -193,7 +204,8 @@ Json generate_answers(const EngineContext& context, const GenerateArguments& arg
   if (fs::exists(output, ignored)) {
     if (fs::exists(report_path, ignored)) {
       Json report = Json::parse(read_file(report_path), report_path.string());
-      if (const Json* made = report.find("fingerprint"); made != nullptr && made->is_string() && made->as_string() == fingerprint) {
+      const Json *made = report.find("fingerprint"), *sum = report.find("sha256");
+      if (made != nullptr && *made == Json(fingerprint) && (sum == nullptr || *sum == Json(sha256_file(output)))) {
         log_info("{} has these answers already", output);
         return report.set("was_finished", true);
       }
@@ -272,6 +284,7 @@ Json generate_answers(const EngineContext& context, const GenerateArguments& arg
   }
   std::string text;
   for (const auto& [index, record] : partial.records()) text += record.dump() + "\n";
+  report.set("sha256", sha256(text));
   atomic_write(report_path, report.dump(2) + "\n");
   atomic_write(output, text);
   fs::remove(output.string() + ".partial", ignored);
