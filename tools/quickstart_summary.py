@@ -93,7 +93,7 @@ def table(results: list, host: str) -> str:
         columns.append([r["architecture"], f"{r['parameters'] / 1e6:.2f} M", str(r["steps"]), f"{r['loss']['before']:.3f}", f"{r['loss']['after']:.3f}",
                         *(f"{r['acceptance_length'][key]:.3f}" for key in ("before", "after", "bigram")),
                         *(rates + ["-"] * (len(columns[0]) - 12 - len(rates))), speed(r), f"{decoded['value']:.3f}",
-                        f"{decoded['low']:.3f} to {decoded['high']:.3f}", f"{r['decoding']['speedup_estimated']:.2f}"])
+                        interval(decoded), f"{r['decoding']['speedup_estimated']:.2f}"])
     text = "\n"
     for row in zip(*columns):
         text += f"{row[0]:<20}" + "".join(f"{cell:>26}" for cell in row[1:]) + "\n"
@@ -107,13 +107,17 @@ drafts that got so far, how many had this token right, too. Losses are each algo
     return text + f"\nlook closer:\n  {host} eval {results[0]['recipe']} --checkpoint best\n"
 
 
+def interval(length: dict) -> str:
+    return f"{length['low']:.3f} to {length['high']:.3f}" if length["prompts"] > 1 else "no interval"
+
+
 def decoding(report: dict, out: Path) -> str:
     text = f"""
 decoding {report['prompts']} held-out prompts with the drafts: {report['lossless_text']}
 """
     for draft in report["drafts"]:
         length = draft["acceptance_length"]
-        text += f"  {draft['name']:<20} acceptance length {length['value']:.3f} ({length['low']:.3f} to {length['high']:.3f}), hit rates " + \
+        text += f"  {draft['name']:<20} acceptance length {length['value']:.3f} ({interval(length)}), hit rates " + \
                 " ".join(f"{place['rate']:.3f}" for place in draft["per_position"]) + f", estimated speed-up {draft['speedup_estimated']:.2f}\n"
     return text + f"  report: {out / 'speculative.html'}\n"
 

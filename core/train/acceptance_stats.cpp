@@ -61,7 +61,10 @@ std::string number(const Json& json, const char* key, int digits) {
   return found == nullptr || !found->is_number() ? "-" : format_fixed(found->as_double(), digits);
 }
 
+// One prompt has no interval, and none has no length.
 std::string interval(const Json& length) {
+  const int64_t prompts = length.at("prompts").as_int();
+  if (prompts < 2) return prompts == 0 ? "-" : number(length, "value", 3);
   return number(length, "value", 3) + " <small>" + number(length, "low", 3) + " to " + number(length, "high", 3) + "</small>";
 }
 

@@ -28,7 +28,7 @@ struct AcceptanceLength {
 [[nodiscard]] AcceptanceLength acceptance_of(const std::vector<PromptAcceptance>& prompts);
 [[nodiscard]] std::map<std::string, AcceptanceLength> acceptance_by_category(const std::vector<PromptAcceptance>& prompts);
 
-/// How passes fared at each drafted token: how many came to it (it was drafted and all before it were accepted), how many were right.
+/// How passes fared at each drafted token: how many came to it (it was drafted, the answer went on so far, and all before it were accepted), how many were right.
 struct PositionAcceptance {
   int64_t reached = 0, accepted = 0;
 };

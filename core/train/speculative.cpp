@@ -291,7 +291,7 @@ DecodingResult PromptGroup::speculative(const DecodingDraft& draft) const {
       }
       result.tokens += taken;
       result.passes.push_back({.prompt = first_prompt_ + static_cast<int64_t>(row),
-                               .drafted = tried[static_cast<size_t>(j)],
+                               .judged = done ? std::min(tried[static_cast<size_t>(j)], taken) : tried[static_cast<size_t>(j)],
                                .accepted = std::min(accepted, taken),
                                .advised = advised.empty() ? -1 : std::min(advised[static_cast<size_t>(j)], draft.tokens)});
       counts.push_back(taken);

@@ -44,7 +44,7 @@ struct DecodingLimits {
 /// One pass of the target with one sequence's guesses.
 struct SpeculativePass {
   int64_t prompt = 0;
-  int64_t drafted = 0;         // looked at by the target
+  int64_t judged = 0;          // guesses that the target looked at, without those behind the token that ended the answer: nothing says whether they were right
   int64_t accepted = 0;        // of them; not more than the answer still had room for
   int64_t advised = -1;        // how many the draft would have tried; -1: it does not say
 };

@@ -45,6 +45,7 @@ struct Contestant {
   std::unique_ptr<EvaluationRunner> evaluation;
   std::vector<Variant> variants;           // the first is the main one
   double recorded = 0;                     // acceptance length on held-out features when it was saved; 0: not known
+  int64_t recorded_tokens = 0;             // drafted in a pass for that figure; 0: as many as it is evaluated with
   double cost = 0;                         // of its pass, in passes of the target
   int64_t trained = 0;
 };
@@ -83,7 +84,6 @@ Contestant open_draft(const SpeculativeDraft& given, const SpeculateArguments& a
   one.draft.use_schedule = arguments.use_schedule;
   ModelFacts facts = model_facts(plan);
   std::optional<CheckpointReader> checkpoint;
-  int64_t recorded_tokens = 0;
   if (!given.folder.empty()) {
     one.folder = given.folder;
     facts = facts_of_export(facts, given.folder);
@@ -101,7 +101,7 @@ Contestant open_draft(const SpeculativeDraft& given, const SpeculateArguments& a
       };
       require_target(given.folder, text("target_fingerprint"), identity);
       one.recorded = figure("acceptance_length");
-      recorded_tokens = static_cast<int64_t>(figure("drafted_tokens"));
+      one.recorded_tokens = static_cast<int64_t>(figure("drafted_tokens"));
     } else {
       log_warn("{} has no export.json: whether it was trained for this target is not known", given.folder);
     }
@@ -113,7 +113,7 @@ Contestant open_draft(const SpeculativeDraft& given, const SpeculateArguments& a
     }
     one.folder = checkpoint->folder().string();
     require_target(one.folder, checkpoint->state().target_fingerprint, identity);
-    if (const auto best = read_best(run_folder); best && best->step == checkpoint->state().step && best->metric == "acceptance_length") one.recorded = best->score;
+    if (const auto best = read_best(checkpoint->folder().parent_path()); best && best->step == checkpoint->state().step && best->metric == "acceptance_length") one.recorded = best->score;
   }
   one.draft.description = one.draft.algorithm->describe(facts);
   if (checkpoint) require_same_draft(*checkpoint, one.draft.description.draft_config_json);
@@ -125,7 +125,7 @@ Contestant open_draft(const SpeculativeDraft& given, const SpeculateArguments& a
   one.trained = trained_tokens(one.draft.description);
 
   const int64_t most = one.draft.drafter->drafted_tokens_at_most();
-  std::vector<int64_t> wanted = {arguments.draft_tokens > 0 ? arguments.draft_tokens : recorded_tokens > 0 ? recorded_tokens : one.trained};
+  std::vector<int64_t> wanted = {arguments.draft_tokens > 0 ? arguments.draft_tokens : one.recorded_tokens > 0 ? one.recorded_tokens : one.trained};
   wanted.insert(wanted.end(), arguments.sweep.begin(), arguments.sweep.end());
   for (const int64_t tokens : wanted) {
     if (tokens < 1 || (most > 0 && tokens > most)) {
@@ -192,10 +192,10 @@ Json report_of(const Contestant& one, const std::vector<Prompt>& prompts, double
   std::vector<PositionAcceptance> positions;
   int64_t advised = 0, advised_accepted = 0, advising = 0;
   for (const SpeculativePass& pass : result.passes) {
-    add_pass(positions, pass.drafted, pass.accepted);
+    add_pass(positions, pass.judged, pass.accepted);
     if (pass.advised >= 0) {
       ++advising;
-      advised += pass.advised;
+      advised += std::min(pass.advised, pass.judged);
       advised_accepted += std::min(pass.advised, pass.accepted);
     }
   }
@@ -246,7 +246,9 @@ Json report_of(const Contestant& one, const std::vector<Prompt>& prompts, double
   }
   json.set("exact_prompts", main.exact).set("ties", ties).set("differences", std::move(differences));
 
-  std::string verdict = format("acceptance length {} ({} to {}) in {} passes", format_fixed(length.value, 3), format_fixed(length.low, 3), format_fixed(length.high, 3), length.passes);
+  std::string verdict = length.prompts < 2 ? format("acceptance length {} in {} passes of one prompt, which say nothing of another", format_fixed(length.value, 3), length.passes)
+                                           : format("acceptance length {} ({} to {}) in {} passes", format_fixed(length.value, 3), format_fixed(length.low, 3),
+                                                    format_fixed(length.high, 3), length.passes);
   if (result.passes.empty()) {  // the first token of an answer is the target's, from the prompt
     return json.set("teacher_forced", Json::object()).set("verdict", "nothing was drafted: every answer ends with its first token, which comes with the prompt; raise --max-new-tokens");
   }
@@ -263,7 +265,8 @@ Json report_of(const Contestant& one, const std::vector<Prompt>& prompts, double
     verdict += format("; not compared with teacher-forced evaluation, which drafts {} tokens{}", one.trained, one.draft.use_schedule ? " without a schedule" : "");
   }
   verdict += format(" ({} over every position)", format_fixed(everywhere, 3));
-  if (one.recorded > 0) {
+  // A chain that is cut shorter (--draft-tokens) accepts less by that alone.
+  if (one.recorded > 0 && (one.recorded_tokens == 0 || one.recorded_tokens == one.trained)) {
     // So few positions, or so little to lose, that chance explains it, say nothing. Accepted guesses as if each came alone: variance m (1 + m).
     const double gained = one.recorded - 1, places_seen = std::max(one.evaluation->denominator("acceptance_length"), 1.0);
     const double error = std::sqrt(gained * (1 + gained) / places_seen);

@@ -120,9 +120,20 @@ class Decoding(unittest.TestCase):
         self.assertEqual(output.read_text(), text)
         self.assertLess(rest["tokens_generated"], 0.6 * whole["tokens_generated"])
         self.assertFalse(Path(f"{output}.partial").exists())
+        output.write_text("".join(text.splitlines(keepends=True)[:-1]))
+        self.refused(2, "holds something else", "dflash2", *call)
         output.unlink()
         Path(f"{output}.partial").write_text(header + "\n")
         self.refused(4, "answers of another call", "dflash2", *call[:-1], 4)
+        for mine in ("my notes\n", "", '{"format": 3}\n'):  # nothing is lost with a file that has nothing in it
+            Path(f"{output}.partial").write_text(mine)
+            done = self.host("dflash2", *call, "--max-prompts", 2)
+            self.assertEqual(done.returncode, 4 if mine else 0, done.stderr)
+            if mine:
+                self.assertIn("is none of sf-host generate's", done.stderr)
+                self.assertEqual(Path(f"{output}.partial").read_text(), mine)
+            else:
+                output.unlink()
 
     def test_generate_refuses_what_it_can_not_answer(self):
         empty, long = self.place / "empty.jsonl", self.place / "long.jsonl"
@@ -185,6 +196,13 @@ class Decoding(unittest.TestCase):
         self.assertTrue(report["lossless"])
         self.assertIn("nothing was drafted", report["drafts"][0]["verdict"])
 
+    def test_one_prompt_has_a_length_and_no_interval(self):
+        page = self.place / "one.html"
+        for prompts, interval in ((1, False), (3, True)):
+            draft = self.speculate("--draft", self.drafts["dflash2"], "--max-prompts", prompts, "--page", page)["drafts"][0]
+            self.assertEqual("passes of one prompt" not in draft["verdict"], interval, draft["verdict"])
+            self.assertEqual(f"<small>{draft['acceptance_length']['low']:.3f} to" in page.read_text(), interval)
+
     def test_answers_may_be_as_long_as_the_context_and_take_no_more_memory(self):
         report = self.ok("dflash2", "eval", "--speculative", "--draft", self.drafts["dflash2"], "--max-new-tokens", 10**10, "--max-prompts", 2, "--stop-tokens", "none")
         self.assertTrue(report["lossless"])
@@ -200,6 +218,17 @@ class Decoding(unittest.TestCase):
             # one short answer each: a draft with 1.01 need not have a single hit
             forced = self.ok("dflash2", "eval", "--speculative", "--draft", folder, *few)["drafts"][0]["teacher_forced"]
             self.assertEqual(not forced["as_recorded"], accused, forced)
+
+    def test_a_chain_that_is_cut_shorter_is_not_held_against_what_it_had_when_it_was_saved(self):
+        folder = self.place / "draft-long-chain"
+        shutil.copytree(self.drafts["eagle3"], folder)
+        record = json.loads((folder / "export.json").read_text())
+        record["origin"]["acceptance_length"] = 9.0  # more than any chain here can have
+        (folder / "export.json").write_text(json.dumps(record))
+        whole, cut = (self.speculate("--draft", folder, "--max-prompts", 8, *extra)["drafts"][0]["teacher_forced"] for extra in ((), ("--draft-tokens", 1)))
+        self.assertFalse(whole["as_recorded"])
+        self.assertNotIn("as_recorded", cut)
+        self.assertTrue(cut["agrees"])
 
     def test_every_draft_decodes_losslessly_and_as_training_evaluates_it(self):
         page = self.place / "report.html"
@@ -282,6 +311,44 @@ class Decoding(unittest.TestCase):
         done = self.host("dflash2", "export", "--output", self.place / "unreplayed", features="nowhere")
         self.assertEqual(done.returncode, 0, done.stderr)
         self.assertIn("no recorded features", done.stderr)
+
+    def test_a_target_that_the_draft_was_not_trained_for_is_told(self):
+        target = self.place / "finetuned-target"
+        shutil.copytree(ROOT / "tests/parity/golden/target_llama_tied", target)
+        tensors = read_tensors(target / "model.safetensors")
+        dtype, shape, raw = tensors["model.norm.weight"]
+        tensors["model.norm.weight"] = (dtype, shape, (1.25 * np.frombuffer(raw, np.float32)).tobytes())
+        write_tensors(target / "model.safetensors", tensors)
+        done = self.host("dflash2", "export", "--check-only", "--output", self.drafts["dflash2"], "--set", f'model.target_model_path="{target}"', features="nowhere")
+        self.assertEqual(done.returncode, 7, done.stderr)
+        self.assertIn("the checkpoint was trained for another target", done.stderr)
+
+    def test_an_export_of_another_runs_step_says_whose_it_is(self):
+        run = next((self.place / "runs").glob("*dflash2*"))
+        other = self.place / "runs/another-run"
+        shutil.copytree(run, other, symlinks=True)
+        best = json.loads((other / "best.json").read_text())
+        (other / "best.json").write_text(json.dumps({**best, "score": 3.875}))
+        state = next(other.glob("step-*/state.json"))
+        folder = self.place / "export-of-another-run"
+        for checkpoint, score in ((other / best["folder"], 3.875), (run / best["folder"], best["score"])):
+            self.ok("dflash2", "export", "--no-check", "--checkpoint", checkpoint, "--output", folder)
+            origin = json.loads((folder / "export.json").read_text())["origin"]
+            self.assertEqual((origin["acceptance_length"], origin["run"], origin["step"]), (score, json.loads(state.read_text())["run_id"], best["step"]))
+
+    def test_hit_rates_are_those_of_what_a_draft_is_to_foresee(self):
+        """What stands behind an answer, the next question for one, is no guess that it could miss."""
+        records = read_jsonl(self.place / "held_out.jsonl")
+        for record in records:
+            record["input_ids"] += [5, 90, 17, 250, 33]
+            record["loss_mask"] += [0] * 5
+        (self.place / "followed.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        self.ok("dflash2", "capture", "--split", "eval", "--set", f'data.eval_data_path="{self.place / "followed.jsonl"}"', "--set",
+                f'data.eval_hidden_states_path="{self.place / "followed"}"')
+        checks = [self.ok("dflash2", "export", "--checkpoint", "auto", "--check-only", "--output", self.drafts["dflash2"], "--features", folder)["check"]
+                  for folder in (self.place / "features/held_out", self.place / "followed")]
+        self.assertEqual(checks[0]["per_position"], checks[1]["per_position"])
+        self.assertLess(checks[0]["per_position"][-1]["reached"], checks[0]["replayed"]["blocks"])
 
     def test_the_flag_check_asks_for_what_is_done_anyway(self):
         export = self.ok("dflash2", "export", "--check", "--output", self.place / "asked")

@@ -2,6 +2,7 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <functional>
@@ -146,6 +147,39 @@ TEST_CASE("speculative: whatever a draft guesses, the answers are the target's; 
   refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::zeros({q.known_ids_b.size(0), 3}), .advised_b = {}, .scores_bkv = {}}; }, "and type Float");
   refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::full({q.known_ids_b.size(0), 3}, 320, at::kLong), .advised_b = {}, .scores_bkv = {}}; }, "the token 320, and there are 0 to 319");
   refused([](const DraftQuestion& q) { return DraftAnswer{.ids_bk = at::zeros({q.known_ids_b.size(0), 3}, at::kLong), .advised_b = at::zeros({1}, at::kLong), .scores_bkv = {}}; }, "advised_b of shape [1]");
+}
+
+TEST_CASE("speculative: guesses behind an answer's end count neither as right nor as wrong") {
+  const std::vector<int64_t> own = best_tokens(kPrompt.ids, 12);
+  GuessingDrafter drafter;  // always right, also behind the end
+  drafter.answer = [&](const DraftQuestion& question) {
+    const int64_t known = question.positions_b[0].item<int64_t>() - static_cast<int64_t>(kPrompt.ids.size());
+    at::Tensor ids = at::zeros({1, question.tokens}, at::kLong);
+    for (int64_t k = 0; k < question.tokens; ++k) ids[0][k] = own[static_cast<size_t>(known + 1 + k)];
+    return DraftAnswer{.ids_bk = ids, .advised_b = at::full({1}, 3, at::kLong), .scores_bkv = {}};
+  };
+  const auto passes = [&](int64_t new_tokens, std::vector<int64_t> stops = {}) {
+    const DecodingLimits limits{.max_new_tokens = new_tokens, .stop_tokens = std::move(stops)};
+    const PromptGroup group(tiny(), {kPrompt}, 0, limits, {}, 4);
+    NoUnits units;
+    return group.speculative({.name = "guesser", .drafter = &drafter, .units = &units, .description = {}, .tokens = 4}).passes;
+  };
+  // One token comes with the prompt, five with the first pass; the second has room for two of its five.
+  const std::vector<SpeculativePass> cut = passes(8);
+  REQUIRE(cut.size() == 2);
+  CHECK(cut[0].judged == 4);
+  CHECK(cut[0].accepted == 4);
+  CHECK(cut[1].judged == 2);
+  CHECK(cut[1].accepted == 2);
+  std::vector<PositionAcceptance> positions;
+  for (const SpeculativePass& pass : cut) add_pass(positions, pass.judged, pass.accepted);
+  for (const PositionAcceptance& position : positions) CHECK(position.accepted == position.reached);
+
+  const auto stop = std::find(own.begin() + 1, own.end(), own[3]);
+  const std::vector<SpeculativePass> stopped = passes(12, {own[3]});
+  REQUIRE(stopped.size() == 1);
+  CHECK(stopped[0].judged == stop - own.begin());
+  CHECK(stopped[0].accepted == stopped[0].judged);
 }
 
 TEST_CASE("speculative: the verdict is lossless with ties alone, and names the first answer that is not the target's or the cache's fault") {
