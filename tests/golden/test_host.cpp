@@ -62,11 +62,18 @@ TEST_CASE("sf-host: a flag that is empty, as from an unset variable, is refused 
   for (const std::string& arguments :
        {"train " + recipe + "--resume \"\"", "train " + recipe + "--init-from \"\"", "plan " + recipe + "--backend \"\"",
         "eval " + recipe + "--checkpoint \"\"", "eval " + recipe + "--features \"\"", "export " + recipe + "--output \"\"",
-        "capture " + recipe + "--split \"\""}) {
+        "capture " + recipe + "--split \"\"", "eval " + recipe + "--speculative --draft \"\"", "eval " + recipe + "--speculative --draft a --draft \"\"",
+        "plan " + recipe + "--set \"\"", "plan " + recipe + "--plugin-path \"\"", std::string("plan \"\""), "bench matrix " + recipe + "--variant \"\""}) {
     Answer answer = run_host(arguments + kPlugins);
     CHECK_MESSAGE(answer.code == 2, arguments);
     CHECK_MESSAGE(answer.out.find(" is empty\n") != std::string::npos, answer.out);
   }
+}
+
+TEST_CASE("sf-host: a place for a bench's result that is none is told before the work") {
+  const Answer answer = run_host("bench " + kRecipes + "good.toml --output /nowhere/at/all.json" + kPlugins);
+  CHECK(answer.code == 2);
+  CHECK_MESSAGE(answer.out.find("--output /nowhere/at/all.json: its folder does not exist") != std::string::npos, answer.out);
 }
 
 TEST_CASE("sf-host: with --json a mistake on the command line is JSON on stdout, too") {

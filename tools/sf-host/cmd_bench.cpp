@@ -306,6 +306,7 @@ ExitCode run_bench(const Command& command) {
   if (command.positional.size() > 1) {
     throw Error(ExitCode::kUsage, format("bench takes one recipe, found \"{}\" and \"{}\"", command.positional[0], command.positional[1]), kUsage);
   }
+  require_place_of_file("--output", command.output);
   const Json before = command.compare.empty() ? Json() : read_result(command.compare);  // read before the work
   const bool launches = is_launcher(command.launch);
   RunSession session(command);

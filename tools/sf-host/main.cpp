@@ -358,7 +358,12 @@ ExitCode dispatch(int argc, char** argv) {
   // An empty word is a script's unset variable; taken as "not given" it would start another run than was meant.
   for (const auto& [name, value] : values) {
     const auto* text = boost::any_cast<std::string>(&value.value());
-    if (text != nullptr && text->empty()) {
+    const auto* texts = boost::any_cast<std::vector<std::string>>(&value.value());
+    const bool is_empty = (text != nullptr && text->empty()) || (texts != nullptr && std::find(texts->begin(), texts->end(), "") != texts->end());
+    if (is_empty && name == "argument") {
+      refuse_usage(format("an argument of {} is empty", verb->name), format("usage: sf-host {} {}", verb->name, verb->arguments));
+    }
+    if (is_empty) {
       refuse_usage(format("--{} is empty", name), format("give it a value, or leave --{} out", name));
     }
   }
