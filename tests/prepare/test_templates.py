@@ -278,6 +278,50 @@ class Rows(unittest.TestCase):
                     self.assertEqual(said(*empty), whole, (family, empty))
         self.assertGreater(shown, 8)
 
+    def test_answers_are_what_stands_between_what_serving_sends_and_the_turn_after(self):
+        """Conversations that nobody foresaw, with empty contents in all places: where the prompt and the conversation up to an answer are beginnings of the whole, the answer
+        is what stands between them."""
+        draw = random.Random(21)
+
+        def content():
+            return draw.choice(["Hi there", "x", "", "  ", "a\n", "  b", "Hi <b>", "1. one\n2. two", '{"a": 1}', "\n\nq\n\n", "assistant", "user\nuser"])
+
+        def talk():
+            messages = [{"role": "system", "content": content()}] * (draw.random() < 0.3)
+            for _ in range(draw.randint(1, 3)):
+                messages.append({"role": "user", "content": content()})
+                for _ in range(draw.choice([0, 0, 1, 2])):
+                    calls = draw.choice([1, 1, 2])
+                    messages.append({"role": "assistant", "content": draw.choice(["", "Let me look."]), "tool_calls": [families.CALL] * calls})
+                    messages += [{"role": "tool", "content": content(), "name": "tide", "tool_call_id": "call00007"} for _ in range(calls)]
+                messages.append({"role": "assistant", "content": content()})
+            return messages
+        compared = 0
+        for family, worker in self.workers.items():
+            for _ in range(60):
+                messages = talk()
+                tools = families.TOOLS if any("tool_calls" in one for one in messages) else None
+                try:
+                    text, answers, _, notes = worker.template.places(messages, tools)
+                except Exception:  # a Skip, or the template's own refusal
+                    continue
+                turns = [i for i, one in enumerate(messages) if one["role"] == "assistant"]
+                for i, answer in zip(turns, answers if len(answers) == len(turns) and not worker.template.has_marks else []):
+                    try:
+                        begin, end = (worker.template.text(messages[:i + more], tools, ask=not more) for more in (0, 1))
+                    except Exception:
+                        continue
+                    if not (text.startswith(begin) and text.startswith(end)):
+                        continue
+                    compared += 1
+                    expected, found = text[len(begin):len(end)].rstrip(), text[answer.begin:answer.end].rstrip()
+                    if family == "phi3":  # ends each conversation with a token of its own
+                        expected = expected.removesuffix("<|endoftext|>").rstrip()
+                    if family == "glm":  # an answer ends with the mark of the next turn, at which it stops
+                        found = next((found.removesuffix(mark) for mark in ("<|user|>", "<|observation|>") if found.endswith(mark)), found).rstrip()
+                    self.assertEqual(found, expected, (family, messages[:i + 1]))
+        self.assertGreater(compared, 600)
+
     def test_where_no_place_of_a_later_turn_is_known_its_ends_are_not_the_answers(self):
         odd = text_worker.Renderer(
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | length }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
