@@ -88,6 +88,9 @@ class TrainingRun {
     const auto held_out = plan_.get<std::filesystem::path>("data.eval_hidden_states_path");
     if (!held_out.empty()) {
       held_out_ = open_features(*session_, held_out, "data.eval_hidden_states_path");
+      if (session_->is_lead() && held_out_->fingerprint() == features_->fingerprint()) {
+        log_warn("data.eval_hidden_states_path holds the same samples as data.hidden_states_path: what was trained on says nothing about new text");
+      }
     } else if (plan_.get<int64_t>("training.eval_interval") > 0) {
       throw Error(ExitCode::kUsage, "training.eval_interval is set, but data.eval_hidden_states_path is not",
                   "name held-out features, or set training.eval_interval = 0");

@@ -152,6 +152,15 @@ def held_out_samples_that_can_not_be_used_are_no_loss_of_nothing():
     shutil.rmtree(work.path)
 
 
+def held_out_samples_that_are_the_training_samples_are_told():
+    work = captured()
+    shutil.copytree(work.path / "features" / "train", work.path / "copy")
+    told = "data.eval_hidden_states_path holds the same samples as data.hidden_states_path"
+    expect(work.host("train", *sets('data.eval_hidden_states_path="copy"', 'run_id="copy"')).stderr, told)
+    assert told not in work.host("train").stderr
+    shutil.rmtree(work.path)
+
+
 def a_schedule_that_ends_before_the_run_is_told():
     work = captured(steps=8)
     expect(work.host("train", *sets("training.total_steps=5")).stderr, "training.total_steps = 5 is less than the run's 8 updates", "last learning rate")
