@@ -109,6 +109,8 @@ def main():
 
         assert "no usable name" in run("matrix", RECIPE, "--variant", ":a=1", code=2).stderr
         assert "at least 1" in run(RECIPE, "--warmup", "0", code=2).stderr
+        lost = run(RECIPE, *SHORT, *own, "--output", folder / "nowhere" / "step.json", code=2).stderr
+        assert "its folder does not exist" in lost and "repeat 1" not in lost, "told before the work: " + lost
         (folder / "no.json").write_text("{}")
         assert "not a benchmark's result" in run("summarize", folder / "no.json", code=2).stderr
 

@@ -308,6 +308,7 @@ ExitCode run_bench(const Command& command) {
   }
   require_place_of_file("--output", command.output);
   const Json before = command.compare.empty() ? Json() : read_result(command.compare);  // read before the work
+  require_place_of_file("--output", command.output);
   const bool launches = is_launcher(command.launch);
   RunSession session(command);
   if (!session.plan(true)) {
