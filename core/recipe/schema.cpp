@@ -189,6 +189,13 @@ PlanValues Schema::resolve(const RawValues& raw, const std::vector<Manifest>& in
                         .fix = format("write the folder out; one that is called so is \"./{}\"", word)});
         continue;
       }
+      if (option.type == Type::path && std::get<std::string>(*reading.value).find('\0') != std::string::npos) {  // the system would read up to there
+        problems.error({.id = "recipe/bad-form",
+                        .message = format("{} is {}, and no path has a zero byte", option.key, toml_text(*reading.value)),
+                        .place = given.place,
+                        .fix = "write the path without it"});
+        continue;
+      }
       value.value = *reading.value;
       value.origin = given.origin;
       value.is_set = true;

@@ -82,6 +82,9 @@ TEST_CASE("schema: what only a shell puts a folder in the place of is refused, a
     CHECK(out.problems.all()[0].id == "recipe/bad-form");
     CHECK(out.problems.all()[0].message.find("is nothing but a name here") != std::string::npos);
   }
+  const Resolved cut = resolve_texts({"output_dir=\"a\\u0000b\""}, {}, {});
+  REQUIRE(cut.problems.error_count() == 1);
+  CHECK(cut.problems.all()[0].message.find("no path has a zero byte") != std::string::npos);
   for (const char* path : {"./~/runs", "a/~/b", "a$b"}) {
     CHECK_MESSAGE(!resolve_texts({std::string("output_dir=\"") + path + "\""}, {}, {}).problems.has_errors(), path);
   }
