@@ -267,7 +267,7 @@ RunProgress restore(const CheckpointReader& checkpoint, Session& session, AdamW&
   }
   RunProgress progress{.update = saved.step, .updates_total = updates_total, .stream_position = saved.position, .epoch = saved.epoch};
   const Continuation continuation = compare_runs(saved, describe_run(session, progress, features));
-  for (const std::string& warning : continuation.warnings) {
+  for (const std::string& warning : session.is_lead() ? continuation.warnings : std::vector<std::string>()) {  // the same on all ranks
     log_warn("resuming {}: {}", checkpoint.folder().filename().string(), warning);
   }
   if (!continuation.errors.empty()) {

@@ -325,6 +325,8 @@ def losses_go_on_on_other_numbers_of_ranks():
     work.train(*window(1), *CALM, run="whole")
     legs(work, "ranks", [("single", 1), ("fsdp2", 2), ("fsdp2", 3), ("single", 1)])
     print(f"        1, 2, 3, 1 ranks: relative difference {close(work.curve('ranks'), work.curve('whole')):.1e}")
+    told = work.train("--set", "training.max_steps=13", "--set", "training.total_steps=12", *window(1), ranks=2, run="ranks").stderr
+    assert told.count("an optimizer step took") == 1, told  # by one rank for all
     shutil.rmtree(work.path)
 
 
