@@ -334,7 +334,7 @@ class Renderer:
         self.special = re.compile("|".join(map(re.escape, specials))) if specials else None
         self.end_texts = set(end_texts)
         self.tails, self.prompts_only = {}, {}
-        self.closers, self.header = set(end_texts), ""
+        self.closers, self.header, self.turns = set(end_texts), "", []
         self.learn()
 
     def render(self, messages, tools=None, options=None, ask=False) -> str:
@@ -376,6 +376,12 @@ class Renderer:
         closers.discard(None)
         self.closers = closers
         self.closer = re.compile("|".join(map(re.escape, sorted(closers, key=len, reverse=True)))) if closers else None
+        # What stands between an answer and the next question, and between a call and what the tool returned.
+        self.turns = [middle.text[middle.ends[1]:middle.ends[2] - len(ask["content"])]] if middle is not None and 1 in middle.ends and 2 in middle.ends else []
+        returned = self.probe([ask, call, {"role": "tool", "content": "Res", "name": "look_up", "tool_call_id": "call00001"}], [PROBE_TOOL])
+        if with_call is not None and returned is not None and 2 in returned.ends:
+            self.turns.append(returned.text[common_prefix(with_call.text, returned.text):returned.ends[2] - len("Res")])
+        self.turns = [turn for turn in self.turns if turn.strip()]
         header = self.tail([ask], None, None, fresh=True) or ""
         header = header[:len(header) - max(map(len, self.prompt_only(None, None)), default=0)]
         found = self.closer.match(header) if self.closer else None
@@ -542,7 +548,11 @@ class Renderer:
                 is_known = i + 1 == len(messages) or i + 1 in page.starts or i + 1 in page.ends
                 if found and (is_known or len(found) == 1):
                     return found[-1].end()
-            elif found and (content_end is None or not text[content_end:found[0].start()].strip()):
+            elif content_end is None:  # without a word; a template that does not close it has the next turn there
+                turn = self.next_turn(text, begin, found[0].start() if found else limit)
+                if turn is not None or found:
+                    return found[0].end() if turn is None else turn
+            elif found and not text[content_end:found[0].start()].strip():
                 return found[0].end()
         if content_end is not None and not message.get("tool_calls"):
             return content_end  # this template closes answers with nothing of the model's
@@ -566,16 +576,23 @@ class Renderer:
             close += 1
         return close
 
+    def next_turn(self, text, begin, end):
+        """Where the first question or result of a tool begins in text[begin:end]; None when there is none."""
+        return min((place for place in (text.find(turn, begin, end) for turn in self.turns) if place >= 0), default=None)
+
     def answers_in_text(self, text: str):
-        """Answers of a text that was rendered before: behind each header of an answer, up to what closes it."""
+        """Answers of a text that was rendered before: behind each header of an answer, up to what closes it, or to the next turn where a template closes
+        only the last answer."""
         if not self.header:
             raise Skip("mask", "the template has no header of answers that could be found in a text")
         answers, at = [], text.find(self.header)
         while at >= 0:
             begin = at + len(self.header)
             following = text.find(self.header, begin)
-            found = self.closer.search(text, begin, following if following >= 0 else len(text)) if self.closer else None
-            end = found.end() if found else following if following >= 0 else len(text)
+            limit = following if following >= 0 else len(text)
+            found = self.closer.search(text, begin, limit) if self.closer else None
+            turn = self.next_turn(text, begin, found.start() if found else limit)
+            end = turn if turn is not None else found.end() if found else limit
             answers.append(Answer(begin, end, self.reasoning_end(text, begin, end, None)))
             at = following
         return answers

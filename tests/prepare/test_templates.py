@@ -322,6 +322,28 @@ class Rows(unittest.TestCase):
                     self.assertEqual(found, expected, (family, messages[:i + 1]))
         self.assertGreater(compared, 600)
 
+    def test_nobody_elses_turn_is_supervised_in_texts_that_were_rendered_before(self):
+        compared = 0
+        for family, worker in self.workers.items():
+            for name in ("two_turns", "tool"):
+                messages, tools = CONVERSATIONS[name]
+                try:
+                    text = worker.template.text(messages, tools)
+                    answers = worker.template.answers_in_text(text)
+                except Exception:  # a Skip, or the template's own refusal
+                    continue
+                said = "".join(text[answer.begin:answer.end] for answer in answers)
+                for message in messages:
+                    if message["role"] in ("user", "tool"):
+                        self.assertNotIn(message["content"], said, (family, name))
+                        compared += 1
+        self.assertGreater(compared, 30)
+
+    def test_an_answer_without_a_word_that_no_template_closes_ends_before_the_next_turn(self):
+        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}, {"role": "user", "content": "  "}, {"role": "assistant", "content": "x"}]
+        text, answers, _, _ = self.workers["harmony"].template.places(talk)
+        self.assertEqual([text[answer.begin:answer.end] for answer in answers], ["<|channel|>final<|message|>", "<|channel|>final<|message|>x<|return|>"])
+
     def test_where_no_place_of_a_later_turn_is_known_its_ends_are_not_the_answers(self):
         odd = text_worker.Renderer(
             "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | length }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
