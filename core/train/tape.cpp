@@ -1,5 +1,7 @@
 #include "core/train/tape.hpp"
 
+#include <fnmatch.h>
+
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -17,12 +19,7 @@ namespace {
 
 constexpr int64_t kUnknownUses = std::numeric_limits<int64_t>::max();  // first micro-step: nothing is given back early
 
-bool matches(const std::string& pattern, const std::string& name) {
-  if (!pattern.empty() && pattern.back() == '*') {
-    return name.compare(0, pattern.size() - 1, pattern, 0, pattern.size() - 1) == 0;
-  }
-  return pattern == name;
-}
+bool matches(const std::string& pattern, const std::string& name) { return ::fnmatch(pattern.c_str(), name.c_str(), FNM_NOESCAPE) == 0; }
 
 // Inside a catch: the same failure with where it happened put before it.
 [[noreturn]] void rethrow_within(const std::string& where, const char* advice) {

@@ -21,7 +21,7 @@
 
 namespace sf {
 
-/// Does one of the patterns name the unit? A final * matches the rest of a name.
+/// Does one of the patterns name the unit? A * matches any part of a name, wherever it stands, as in a shell.
 [[nodiscard]] bool names_unit(const std::vector<std::string>& patterns, const std::string& name);
 
 /// Numerator and denominator of a metric, summed over a window: float64, scalar or [p]. A count has no denominator.
@@ -33,7 +33,7 @@ class TapeRunner final : public Runner {
  public:
   struct Options {
     at::ScalarType gradient_dtype = at::kFloat;
-    std::vector<std::string> recompute;  // names of units whose forward runs again in backward; a final * matches the rest of a name
+    std::vector<std::string> recompute;  // names of units whose forward runs again in backward; patterns of names_unit()
     GraphRecorder* recorder = nullptr;   // of CUDA graphs for the blocks, which are the units outside the shard group "root"; null: all run eagerly. Outlives the runner
     BlockCapture::Options capture = {};
     Transforms* transforms = nullptr;    // null: the tape computes all linears itself. Outlives the runner

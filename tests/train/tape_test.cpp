@@ -321,6 +321,19 @@ TEST_CASE("tape: gradients add up over micro-steps, and a new window starts from
   CHECK(at::equal(window({x}), gx));
 }
 
+TEST_CASE("tape: a pattern of units has its * anywhere") {
+  using sf::names_unit;
+  for (const char* pattern : {"block.3.mlp", "block.*", "*.mlp", "block.*.mlp", "*3*", "*"}) {
+    CAPTURE(pattern);
+    CHECK(names_unit({"other", pattern}, "block.3.mlp"));
+  }
+  for (const char* pattern : {"block", "*.ml", "lock.*", "block.*.attention", ""}) {
+    CAPTURE(pattern);
+    CHECK_FALSE(names_unit({pattern}, "block.3.mlp"));
+  }
+  CHECK_FALSE(names_unit({}, "block.3.mlp"));
+}
+
 TEST_CASE("tape: recompute gives the same bits as eager, and keeps no graph between forward and backward") {
   const auto gradients = [](std::vector<std::string> recompute) {
     Bench bench;
