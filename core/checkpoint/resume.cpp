@@ -56,6 +56,10 @@ CheckpointReader open_or_advise(const fs::path& folder, const fs::path& run_fold
     if (std::error_code unknown; good.empty() && !fs::exists(folder, unknown)) {
       throw Error(error.code(), error.what(), "name a step's folder, or a run's");
     }
+    if (is_there(folder / "export.json")) {
+      throw Error(error.code(), format("{} is an exported draft and no checkpoint", folder),
+                  "name a step's folder, or a run's; sf-host eval --speculative --draft decodes with an export, sf-host train --init-from starts from its weights");
+    }
     throw Error(error.code(), error.what(),
                 good.empty() ? format("no other complete checkpoint is in {}; train anew, with another run_id", run_folder)
                              : format("name the newest good one instead: {}", good));

@@ -283,6 +283,7 @@ class Decoding(unittest.TestCase):
         self.refused(2, "its folder does not exist", *draft, "--page", self.place / "no/where.html")
         self.refused(2, "is a folder", *draft, "--page", self.place)
         self.refused(2, "--draft-cost", *draft, "--draft-cost", "nan")
+        self.refused(7, "is an exported draft and no checkpoint", "dflash2", "eval", "--checkpoint", self.drafts["dflash2"])
         self.refused(2, "--schedule does nothing", *draft, "--schedule")
         self.refused(2, "--draft-tokens 0", *draft, "--draft-tokens", 0)
         self.refused(2, "--features does nothing with --no-check", "dflash2", "export", "--output", self.place / "never", "--no-check", "--features", "x")
