@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <set>
 
@@ -435,18 +436,48 @@ RunState RunState::from_json(const Json& json, const std::string& source) {
 
 namespace {
 
-// A number of [training] in the text of a resolved recipe, without the comment that says where it is from; empty when it is not there.
-std::string training_value(const std::string& recipe, const std::string& key) {
-  bool is_inside = false;
+// "section.key" -> value of each line in the text of a resolved recipe, without the comments that say where values are from.
+std::map<std::string, std::string> recipe_values(const std::string& recipe) {
+  std::map<std::string, std::string> values;
+  std::string section;
   for (const std::string& line : split(recipe, '\n')) {
+    const size_t equals = line.find('=');
     if (line.starts_with("[")) {
-      is_inside = line.starts_with("[training]");
-    } else if (is_inside && line.starts_with(key) && trim(line.substr(key.size())).starts_with("=")) {
-      const std::string value = line.substr(line.find('=') + 1);
-      return std::string(trim(value.substr(0, value.find('#'))));
+      section = line.substr(1, line.rfind(']') - 1) + ".";
+    } else if (equals != std::string::npos) {
+      const std::string_view value = std::string_view(line).substr(equals + 1);
+      values[section + std::string(trim(line.substr(0, equals)))] = trim(value.substr(0, value.rfind("  # ")));
     }
   }
-  return "";
+  return values;
+}
+
+// What may change within a run, and nobody should change unawares: some keys of [training], and options of a plugin that was and is part of it. Fixed ones are refused.
+std::vector<std::string> told_changes(const RunState& saved, const RunState& now) {
+  const std::map<std::string, std::string> before = recipe_values(saved.recipe), after = recipe_values(now.recipe);
+  std::set<std::string> keys = {"training.learning_rate", "training.warmup_ratio", "training.weight_decay", "training.max_grad_norm", "training.reduce_dtype", "training.grad_accum_dtype"};
+  const auto is_part = [](const RunState& run, std::string_view key) {
+    return std::any_of(run.plugins.begin(), run.plugins.end(), [&](const PluginStamp& plugin) { return key.starts_with("plugin." + plugin.name + "."); });
+  };
+  for (const auto* values : {&before, &after}) {
+    for (const auto& [key, value] : *values) {
+      if (is_part(saved, key) && is_part(now, key)) {
+        keys.insert(key);
+      }
+    }
+  }
+  const auto value_in = [](const std::map<std::string, std::string>& values, const std::string& key) {  // a resolved recipe leaves out what is empty
+    const auto found = values.find(key);
+    return found == values.end() ? std::string("empty") : found->second;
+  };
+  std::vector<std::string> told;
+  for (const std::string& key : keys) {
+    const std::string was = value_in(before, key), is = value_in(after, key);
+    if (was != is && !saved.fixed.contains(key) && !now.fixed.contains(key)) {
+      told.push_back(format("{} was {} and is {}: the run goes on with that, and not as it would have", key, was, is));
+    }
+  }
+  return told;
 }
 
 }  // namespace
@@ -491,12 +522,8 @@ Continuation compare_runs(const RunState& saved, const RunState& now) {
                                   "have; training.batch_size and training.accumulation_steps can keep it as it was",
                                   saved.layout.window, saved.layout.ranks, now.layout.window, now.layout.ranks));
   }
-  for (const char* key : {"learning_rate", "warmup_ratio", "weight_decay", "max_grad_norm"}) {  // may change; nobody should change them unawares
-    const std::string before = training_value(saved.recipe, key), after = training_value(now.recipe, key);
-    if (before != after && !before.empty() && !after.empty()) {
-      out.warnings.push_back(format("training.{} was {} and is {}: the run goes on with that, and not as it would have", key, before, after));
-    }
-  }
+  const std::vector<std::string> changes = told_changes(saved, now);
+  out.warnings.insert(out.warnings.end(), changes.begin(), changes.end());
   for (const auto& [key, before] : saved.versions) {
     const auto after = now.versions.find(key);
     if (after != now.versions.end() && after->second != before) {

@@ -369,15 +369,22 @@ TEST_CASE("checkpoint: a plugin that came or went on the way is a warning") {
   CHECK(went.warnings[0] == "plugin 'fp8' was part of the run that wrote the checkpoint, and is not part of this one");
 }
 
-TEST_CASE("checkpoint: a learning rate that changed on the way is a warning with both values") {
+TEST_CASE("checkpoint: what changed on the way and may is a warning with both values: the learning rate, and options of a plugin that stayed") {
   RunState saved = SmallRun(5).state();
-  saved.recipe = "[plugin.dflash2]\nlearning_rate = 7\n\n[training]\nlearning_rate = 0.01  # a.toml:26\nweight_decay = 0.1  # a.toml:27\nlearning_rate_of = 3\nmax_steps = 5\n";
+  for (const char* name : {"fp8", "odd"}) saved.plugins.push_back({.name = name, .version = "0.1.0", .sha256 = "cc"});
+  saved.fixed["plugin.fp8.kept"] = "1";
+  saved.recipe = "run_id = \"a = b\"  # a.toml:1\n\n[plugin.fp8]\nkept = 1  # default\nscaling = \"a # b\"  # default\n\n[plugin.gone]\nrate = 1  # default\n\n"
+                 "[training]\nlearning_rate = 0.01  # a.toml:26\nweight_decay = 0.1  # a.toml:27\nlearning_rate_of = 3\nmax_steps = 5\n";
   RunState now = saved;
-  now.recipe = "[plugin.dflash2]\nlearning_rate = 8\n\n[training]\nlearning_rate   = 0.5  # --set\nweight_decay = 0.1  # --set\nlearning_rate_of = 4\nmax_steps = 6\n";
+  now.recipe = "run_id = \"b\"  # a.toml:1\n\n[plugin.fp8]\nkept = 2  # default\nscaling = \"row\"  # --set\nskip = [\"down_proj\"]  # --set\n\n[plugin.new]\nrate = 1  # default\n\n"
+               "[training]\nlearning_rate   = 0.5  # --set\nweight_decay = 0.1  # --set\nlearning_rate_of = 4\nmax_steps = 6\n";
   const Continuation result = compare_runs(saved, now);
   CHECK(result.errors.empty());
-  REQUIRE(result.warnings.size() == 1);
-  CHECK(result.warnings[0].find("training.learning_rate was 0.01 and is 0.5:") == 0);
+  REQUIRE(result.warnings.size() == 3);
+  CHECK(result.warnings[0].find("plugin.fp8.scaling was \"a # b\" and is \"row\":") == 0);
+  CHECK(result.warnings[1].find("plugin.fp8.skip was empty and is [\"down_proj\"]:") == 0);
+  CHECK(result.warnings[2].find("training.learning_rate was 0.01 and is 0.5:") == 0);
+  CHECK(compare_runs(now, saved).warnings[1].find("plugin.fp8.skip was [\"down_proj\"] and is empty:") == 0);
 }
 
 TEST_CASE("checkpoint: other ranks may share a window out in another way, as long as it is the same window") {
