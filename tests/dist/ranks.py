@@ -171,7 +171,7 @@ def ctrl_c_while_ranks_are_starting_ends_all():
 def ranks_inside_of_torchrun_keep_their_own_store():
     work = Ranks(steps=2)
     inherited = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     command = [HOST, "train", work.path / "recipe.toml", "--nproc", "2", *FSDP2, "--set", 'data.eval_hidden_states_path=""', "--set", 'training.dist_timeout="10s"']
     done = subprocess.run(command, cwd=work.path, capture_output=True, text=True, timeout=60, env={**ENVIRONMENT, **inherited})
     assert done.returncode == 0 and work.steps() == [2], done.stderr
